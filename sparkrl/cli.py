@@ -1,0 +1,110 @@
+"""The command line: `sparkrl train | eval | report | doctor`.
+
+Heavy libraries are imported by the command that needs them, so help and configuration errors come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparkrl import __version__
+from sparkrl.errors import SparkrlError
+
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        0 on success, 1 after an error that was explained, 2 for wrong usage, 130 when interrupted.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except SparkrlError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sparkrl",
+        description="GRPO for large sparse models: vLLM serves, verl trains the adapter, routes are replayed.",
+    )
+    parser.add_argument("--version", action="version", version=f"sparkrl {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    debug = argparse.ArgumentParser(add_help=False)
+    debug.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+
+    train = commands.add_parser("train", parents=[debug], help="train a recipe")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe=NAME and any key of the configuration")
+    train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser("eval", parents=[debug], help="evaluate an adapter, or the base model")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="recipe=NAME, eval.k=8, ...")
+    evaluate.add_argument("--adapter", type=Path, help="PEFT adapter folder, or a run folder (its newest checkpoint)")
+    evaluate.set_defaults(run=_evaluate)
+
+    report = commands.add_parser("report", parents=[debug], help="rebuild a run's report.html")
+    report.add_argument("folder", type=Path, metavar="RUN", help="run folder, for example runs/quickstart/latest")
+    report.set_defaults(run=_report)
+
+    doctor = commands.add_parser("doctor", parents=[debug], help="check versions, plugin, devices, Ray, disk, W&B")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _train(args: argparse.Namespace) -> int:
+    from sparkrl.config.load import dump, load
+
+    config = load(args.overrides)
+    if args.print_config:
+        print(dump(config), end="")
+        return 0
+    from sparkrl.loop.train import train
+
+    asyncio.run(train(config))
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from sparkrl.config.load import load
+
+    config = load(args.overrides)
+    from sparkrl.loop.evaluate import evaluate_adapter
+
+    asyncio.run(evaluate_adapter(config, args.adapter))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from sparkrl.telemetry.report import build_report
+
+    print(build_report(args.folder))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sparkrl.doctor import diagnose
+
+    return diagnose()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

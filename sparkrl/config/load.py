@@ -1,0 +1,192 @@
+"""Compose YAML and overrides into one checked `Config`.
+
+Hydra does the composing; its messages are turned into ours, which name the key, the value and the nearest right one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from sparkrl.config.rules import check
+from sparkrl.config.schema import Config
+from sparkrl.errors import ConfigError
+
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+
+
+def load(overrides: Sequence[str]) -> Config:
+    """Compose `conf/config.yaml` with Hydra overrides such as `recipe=quickstart loop.num_steps=5`.
+
+    Returns:
+        The checked configuration, with `model.path`, `data.path` and `eval.path` resolved.
+    Raises:
+        ConfigError: an unknown key, group option or value, or a broken rule.
+    """
+    _check_keys(overrides)
+    ConfigStore.instance().store(name="schema", node=Config)
+    try:
+        with initialize_config_dir(config_dir=str(CONF_DIR.resolve()), version_base="1.3"):
+            composed = compose(config_name="config", overrides=list(overrides))
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if "recipe_name" in missing:
+            known = ", ".join(groups()["recipe"])
+            raise ConfigError(f"no recipe was chosen; there are: {known}", hint="add `recipe=quickstart`")
+        if missing:
+            raise ConfigError(
+                f"no value for `{missing[0]}`",
+                hint=f"set `{missing[0]}=...`",
+            )
+        config = cast(Config, OmegaConf.to_object(composed))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _translate(error) from error
+    check(config)
+    _resolve_paths(config)
+    return config
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML, enough to repeat the run."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(path: Path) -> Config:
+    """Read what `dump` wrote.
+
+    Raises:
+        ConfigError: the file is missing or does not fit the schema.
+    """
+    try:
+        loaded = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        config = cast(Config, OmegaConf.to_object(loaded))
+    except OSError as error:
+        raise ConfigError(f"cannot read the run's configuration {path}: {error.strerror}") from error
+    except OmegaConfBaseException as error:
+        raise _translate(error) from error
+    return config
+
+
+def groups() -> dict[str, list[str]]:
+    """Config groups and their options, from the YAML files that ship with the package."""
+    return {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in sorted(CONF_DIR.iterdir())
+        if folder.is_dir() and any(folder.glob("*.yaml"))
+    }
+
+
+def _leaf_types(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, hint in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _leaf_types(cast(type, hint), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", hint
+
+
+def _check_keys(overrides: Sequence[str]) -> None:
+    leaves = [name for name, _ in _leaf_types()]
+    sections = {name.rsplit(".", 1)[0] for name in leaves if "." in name}
+    options = groups()
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            raise ConfigError(
+                f"cannot read the override: {text}", hint="write `key=value`; quote special characters"
+            ) from error
+        key = override.key_or_group
+        if override.is_add() or override.is_delete():
+            raise ConfigError(
+                f"`{text}`: keys are neither added nor removed, every key of the configuration exists already",
+                hint=f"write `{_nearest(key, leaves)}=...`",
+            )
+        if key in options and isinstance(override.value(), str):
+            if override.value() not in options[key]:
+                near = difflib.get_close_matches(str(override.value()), options[key], n=1, cutoff=0.4)
+                known = ", ".join(options[key])
+                raise ConfigError(
+                    f"no {key} named `{override.value()}`; there are: {known}",
+                    hint=f"did you mean `{key}={near[0]}`?" if near else None,
+                )
+        elif key in sections:
+            raise ConfigError(
+                f"`{key}` is a section, got: {text}", hint=f"set one of its keys: {_keys_of(key, leaves)}"
+            )
+        elif key not in leaves:
+            raise ConfigError(f"no key `{key}`", hint=f"did you mean `{_nearest(key, leaves)}`?")
+
+
+def _keys_of(section: str, leaves: Sequence[str]) -> str:
+    return ", ".join(leaf for leaf in leaves if leaf.startswith(section + "."))
+
+
+def _nearest(key: str, leaves: Sequence[str]) -> str:
+    """The likest full key; a bare last part (`num_steps`) finds its section."""
+    exact = [leaf for leaf in leaves if leaf.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    if exact:
+        return max(exact, key=lambda leaf: difflib.SequenceMatcher(None, key, leaf).ratio())
+    return max(
+        leaves,
+        key=lambda leaf: max(
+            difflib.SequenceMatcher(None, key, leaf).ratio(),
+            difflib.SequenceMatcher(None, key.rsplit(".", 1)[-1], leaf.rsplit(".", 1)[-1]).ratio(),
+        ),
+    )
+
+
+def _translate(error: Exception) -> ConfigError:
+    """One sentence of ours for Hydra's or OmegaConf's message."""
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(cast(Exception, causes[-1].__cause__))
+    text = str(causes[-1])
+    key = re.search(r"full_key: (\S+)", "\n".join(map(str, causes)))
+    if key is None:
+        return ConfigError(f"the configuration cannot be composed: {text.splitlines()[0]}")
+    hint_type = dict(_leaf_types()).get(key[1])
+    got = re.search(r"[Vv]alue '([^']*)'", text)
+    value = f", got: {got[1]}" if got else ""
+    return ConfigError(f"`{key[1]}` must be {_expected(hint_type)}{value}")
+
+
+def _expected(hint: Any) -> str:
+    if get_origin(hint) in (list, tuple):
+        return "a list, such as [a,b]"
+    options = get_args(hint) or (hint,)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    if isinstance(options[0], type) and issubclass(options[0], Enum):
+        return "one of " + ", ".join(options[0].__members__)
+    return " or ".join(words.get(option, str(getattr(option, "__name__", option))) for option in options)
+
+
+def _resolve_paths(config: Config) -> None:
+    config.model.path = str(resolve_path(config.model.path, key="model.path"))
+    config.data.path = str(resolve_path(config.data.path, key="data.path"))
+    if config.eval.path is not None:
+        config.eval.path = str(resolve_path(config.eval.path, key="eval.path"))
+
+
+def resolve_path(path: str, *, key: str) -> Path:
+    """An existing path: as given, else relative to the folder that holds `recipes/`.
+
+    Raises:
+        ConfigError: neither exists; names `key`.
+    """
+    given = Path(path).expanduser()
+    root = CONF_DIR.resolve().parent
+    for candidate in (given, root / given):
+        if candidate.exists():
+            return candidate.resolve()
+    raise ConfigError(f"`{key}` does not exist: {path}", hint=f"looked in {Path.cwd()} and {root}")

@@ -1,0 +1,249 @@
+"""Read problems in DAPO-Math's schema from parquet or JSON lines.
+
+A row is `prompt` (chat messages, or one string for a user message), `reward_model.ground_truth` (the answer) and,
+optionally, `data_source`. Rows that cannot be used are left out and counted by reason; a damaged file is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparkrl.errors import DataError
+from sparkrl.types import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = tuple[dict[str, str], ...]
+
+NO_PROMPT = "no_prompt"
+NO_ANSWER = "no_answer"
+TOO_LONG = "too_long"
+DUPLICATE = "duplicate"
+CONFLICTING_ANSWERS = "conflicting_answers"
+NOT_RENDERABLE = "not_renderable"
+
+_REASONS = {
+    NO_PROMPT: "no prompt",
+    NO_ANSWER: "no answer",
+    TOO_LONG: "prompt too long",
+    DUPLICATE: "same prompt as an earlier row",
+    CONFLICTING_ANSWERS: "same prompt as another row, but a different answer",
+    NOT_RENDERABLE: "refused by the chat template",
+}
+_EXPECTED = "`prompt` (chat messages or text) and `reward_model: {ground_truth: ...}`, as in DAPO-Math"
+_SUFFIXES = (".parquet", ".jsonl", ".json")
+_NUM_ROWS_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedProblems:
+    """The usable problems of a data set, in file order, and what became of its rows."""
+
+    problems: tuple[Problem, ...]
+    counts: dict[str, int]
+    """`rows`, `kept`, and one entry a reason for which rows were left out; the reasons add up to rows - kept."""
+
+    def describe(self) -> str:
+        """One line for people: how many problems, and what was left out."""
+        left_out = [f"{n:,} {_REASONS[reason]}" for reason, n in self.counts.items() if reason in _REASONS and n]
+        kept = f"{self.counts['kept']:,} problems from {self.counts['rows']:,} rows"
+        return f"{kept} (left out: {', '.join(left_out)})" if left_out else kept
+
+
+@dataclass(slots=True)
+class _Candidate:
+    row: int
+    messages: Messages
+    answer: str
+    data_source: str
+    conflicting: bool = False
+
+
+def load_problems(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> LoadedProblems:
+    """Read, clean and render a data set.
+
+    Args:
+        path: a .parquet, .jsonl or .json (lines) file, a folder of them, or a glob pattern.
+        tokenizer: renders each prompt once, with the generation prompt at its end.
+        max_prompt_tokens: longer rendered prompts are left out, tokens.
+    Returns:
+        Problems whose `prompt_ids` are int32 [P]. A prompt that occurs several times is kept once; when its rows
+        disagree about the answer it is left out whole, because no reward for it can be trusted.
+    Raises:
+        DataError: missing file or column, an unreadable file, or not one usable row.
+    """
+    files = _find_files(Path(path))
+    counts: Counter[str] = Counter()
+    examples: list[str] = []  # first bad rows, for the message when every row is bad
+
+    def leave_out(row: int, reason: str, num_rows: int = 1) -> None:
+        counts[reason] += num_rows
+        if len(examples) < _NUM_ROWS_NAMED:
+            examples.append(f"row {row}: {_REASONS[reason]}")
+
+    # Duplicates go before rendering: published copies of DAPO-Math repeat every row a hundred times.
+    candidates: dict[str, _Candidate] = {}
+    occurrences: Counter[str] = Counter()
+    for row, record in _read_rows(files):
+        counts["rows"] += 1
+        messages, answer = _messages(record.get("prompt")), _answer(record.get("reward_model"))
+        if messages is None:
+            leave_out(row, NO_PROMPT)
+            continue
+        if answer is None:
+            leave_out(row, NO_ANSWER)
+            continue
+        uid = _uid(messages)
+        occurrences[uid] += 1
+        if (earlier := candidates.get(uid)) is None:
+            candidates[uid] = _Candidate(row, messages, answer, str(record.get("data_source") or "unknown"))
+        else:
+            earlier.conflicting |= earlier.answer != answer
+
+    problems = []
+    for uid, candidate in candidates.items():
+        if candidate.conflicting:
+            leave_out(candidate.row, CONFLICTING_ANSWERS, occurrences[uid])
+            continue
+        if occurrences[uid] > 1:
+            leave_out(candidate.row, DUPLICATE, occurrences[uid] - 1)
+        prompt_ids = _render(tokenizer, candidate.messages)
+        if prompt_ids is None:
+            leave_out(candidate.row, NOT_RENDERABLE)
+        elif len(prompt_ids) > max_prompt_tokens:
+            leave_out(candidate.row, TOO_LONG)
+        else:
+            problems.append(
+                Problem(
+                    uid=uid,
+                    messages=candidate.messages,
+                    answer=candidate.answer,
+                    data_source=candidate.data_source,
+                    prompt_ids=prompt_ids,
+                )
+            )
+    if not problems:
+        found = "it has no rows" if not counts["rows"] else "; ".join(examples)
+        raise DataError(
+            f"no usable problem in {path}: {found}\nExpected in each row: {_EXPECTED}",
+            hint=f"raise `data.max_prompt_tokens`, now {max_prompt_tokens}" if counts[TOO_LONG] else None,
+        )
+    ordered = {name: counts[name] for name in ("rows", *_REASONS)}
+    return LoadedProblems(problems=tuple(problems), counts={**ordered, "kept": len(problems)})
+
+
+def _find_files(path: Path) -> list[Path]:
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+    else:
+        files = sorted(path.parent.glob(path.name)) if any(mark in path.name for mark in "*?[") else []
+    if not files:
+        raise DataError(
+            f"no data set at {path}",
+            hint="set `data.path` (or `eval.path`) to a .parquet or .jsonl file, a folder of them or a glob pattern",
+        )
+    for file in files:
+        if file.suffix not in _SUFFIXES:
+            raise DataError(f"cannot read {file}: expected one of {', '.join(_SUFFIXES)}, got: {file.suffix or 'none'}")
+    return files
+
+
+def _read_rows(files: list[Path]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (row number from 1 over all files, record)."""
+    row = 0
+    for file in files:
+        for record in _read_parquet(file) if file.suffix == ".parquet" else _read_json_lines(file):
+            row += 1
+            yield row, record
+
+
+def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as parquet:
+            names = parquet.schema_arrow.names
+            missing = [name for name in ("prompt", "reward_model") if name not in names]
+            if missing:
+                raise DataError(
+                    f"{file} lacks the column(s) {', '.join(missing)}; it has: {', '.join(names)}\nExpected: {_EXPECTED}"
+                )
+            wanted = [name for name in ("prompt", "reward_model", "data_source") if name in names]
+            for batch in parquet.iter_batches(batch_size=4096, columns=wanted):
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file} is not a readable parquet file: {error}") from error
+
+
+def _read_json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise DataError(f"{file}, line {number}: expected a JSON object, got: {line.strip()[:80]}")
+                yield record
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{file}, line {number} is not JSON: {error.msg}", hint="one JSON object a line; is the file complete?"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _messages(prompt: Any) -> Messages | None:
+    """Chat messages with text in them, or None."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    messages = []
+    for message in prompt:
+        if not isinstance(message, dict):
+            return None
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
+            return None
+        messages.append({"role": role, "content": content})
+    return tuple(messages)
+
+
+def _answer(reward_model: Any) -> str | None:
+    """The reference answer as text, or None."""
+    answer = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return None
+    return str(answer).strip() or None
+
+
+def _uid(messages: Messages) -> str:
+    """Depends on the prompt alone, so that a problem keeps its name when its file is reordered or extended."""
+    text = json.dumps([[message["role"], message["content"]] for message in messages], ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> np.ndarray | None:
+    """int32 [P], or None when the template refuses the messages (an unknown role, say)."""
+    from jinja2 import TemplateError
+
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except TemplateError:
+        return None
+    return np.asarray(ids, dtype=np.int32)

@@ -1,0 +1,1 @@
+"""Low-rank adapters: expert layers, target selection, PEFT's format."""

@@ -1,0 +1,183 @@
+"""The adapter in PEFT's own names and layouts: on disk (stock PEFT files) and on the wire (`types.Adapter`).
+
+Linear layers already have PEFT's form. Fused experts are held as [E, R, in] and [E, out, R] while training, and are
+written as PEFT's `target_parameters` writes them: A as (E * R, in) with expert-major rows, B as (out, R * E) with
+rank-major columns; `experts.base_layer` is gate_up_proj (the inner wrapper), `experts` is down_proj.
+
+Legend: E expert, R rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sparkrl.config.schema import LoraConfig
+from sparkrl.errors import AdapterError, CheckpointError
+from sparkrl.lora.targets import ADAPTER, Targets
+from sparkrl.models.registry import Family
+from sparkrl.types import Adapter, TensorSpec
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+_ALIGN = 64
+_EXPERT = re.compile(rf"^(.*\.experts)\.lora_(gate_up|down)_([AB])(?:\.{ADAPTER})?$")
+_EXPERT_PEFT = re.compile(r"^(.*\.experts)(\.base_layer)?\.lora_([AB])\.weight$")
+_LINEAR = re.compile(rf"^(.*)\.lora_([AB])(?:\.{ADAPTER})?\.weight$")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def adapter_config(lora: LoraConfig, targets: Targets, family: Family, *, base_model: str) -> dict[str, Any]:
+    """Content of adapter_config.json, loadable by stock PEFT."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "target_modules": list(targets.linear),
+        "target_parameters": list(family.expert_parameters) if targets.experts else None,
+    }
+
+
+def to_peft(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Training names and layouts to PEFT's. Tensors are new and contiguous where the layout changes."""
+    out: dict[str, Tensor] = {}
+    for name, value in parameters.items():
+        if found := _EXPERT.match(name):
+            prefix, part, factor = found.groups()
+            # A: [E, R, in] -> (E * R, in); B: [E, out, R] -> (out, R * E)
+            value = value.flatten(0, 1) if factor == "A" else value.permute(1, 2, 0).flatten(1)
+            inner = ".base_layer" if part == "gate_up" else ""
+            out[f"{prefix}{inner}.lora_{factor}.weight"] = value.contiguous()
+        elif found := _LINEAR.match(name):
+            out[f"{found[1]}.lora_{found[2]}.weight"] = value.contiguous()
+        else:
+            raise AdapterError(f"`{name}` is not an adapter parameter that PEFT's format has a place for")
+    return dict(sorted(out.items()))
+
+
+def from_peft(tensors: Mapping[str, Tensor], *, rank: int) -> dict[str, Tensor]:
+    """Inverse of `to_peft`: PEFT's names and layouts to those of training.
+
+    Raises:
+        CheckpointError: a name or a shape that is not an adapter's of this rank.
+    """
+    out: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if found := _EXPERT_PEFT.match(name):
+            prefix, inner, factor = found.groups()
+            packed = value.shape[0 if factor == "A" else 1]
+            if value.ndim != 2 or packed % rank:
+                raise CheckpointError(
+                    f"adapter tensor `{name}` has shape {tuple(value.shape)}, which rank {rank} cannot"
+                )
+            if factor == "A":
+                value = value.unflatten(0, (packed // rank, rank))
+            else:
+                value = value.unflatten(1, (rank, packed // rank)).permute(2, 0, 1)
+            part = "gate_up" if inner else "down"
+            out[f"{prefix}.lora_{part}_{factor}.{ADAPTER}"] = value.contiguous()
+        elif found := _LINEAR.match(name):
+            out[f"{found[1]}.lora_{found[2]}.{ADAPTER}.weight"] = value.contiguous()
+        else:
+            raise CheckpointError(f"`{name}` in the adapter is not a LoRA tensor of PEFT's format")
+    return out
+
+
+def pack(tensors: Mapping[str, Tensor], config: Mapping[str, Any], version: int) -> Adapter:
+    """Copy tensors (PEFT names, on the CPU) back to back into one buffer."""
+    specs, offset = [], 0
+    for name, value in tensors.items():
+        dtype = str(value.dtype).removeprefix("torch.")
+        specs.append(TensorSpec(name=name, shape=tuple(value.shape), dtype=dtype, offset=offset))
+        offset += -(-value.nbytes // _ALIGN) * _ALIGN
+    buffer = np.zeros(offset, dtype=np.uint8)
+    for spec, value in zip(specs, tensors.values(), strict=True):
+        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        buffer[spec.offset : spec.offset + raw.size] = raw
+    return Adapter(
+        version=version,
+        buffer=buffer,
+        manifest=tuple(specs),
+        config=dict(config),
+        checksum=xxhash.xxh3_64(buffer).hexdigest(),
+    )
+
+
+def unpack(adapter: Adapter) -> dict[str, Tensor]:
+    """The tensors of a packed adapter, each its own memory.
+
+    Raises:
+        AdapterError: the buffer does not have the checksum it was sent with.
+    """
+    found = xxhash.xxh3_64(np.ascontiguousarray(adapter.buffer)).hexdigest()
+    if found != adapter.checksum:
+        raise AdapterError(f"adapter version {adapter.version} arrived damaged: {found}, expected {adapter.checksum}")
+    out = {}
+    for spec in adapter.manifest:
+        dtype = _DTYPES[spec.dtype]
+        size = int(np.prod(spec.shape)) * dtype.itemsize
+        raw = torch.from_numpy(adapter.buffer[spec.offset : spec.offset + size].copy())
+        out[spec.name] = raw.view(dtype).view(spec.shape)
+    return out
+
+
+def save_adapter(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Write stock PEFT files; each appears complete or not at all, the weights before the config that names them."""
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    write_safetensors(target / WEIGHTS, tensors, {"format": "pt"})
+    scratch = target / f".{CONFIG}.{os.getpid()}"
+    scratch.write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
+    os.replace(scratch, target / CONFIG)
+
+
+def load_adapter(folder: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read stock PEFT files.
+
+    Returns:
+        Tensors under PEFT's names, and the content of adapter_config.json.
+    Raises:
+        CheckpointError: a file is missing or damaged, or the adapter is not a plain LoRA.
+    """
+    target = Path(folder)
+    try:
+        config = json.loads((target / CONFIG).read_text())
+        tensors = load_file(target / WEIGHTS)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename or target / WEIGHTS} is missing from the adapter {target}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
+        raise CheckpointError(f"the adapter {target} is damaged: {error}") from None
+    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("use_rslora"):
+        raise CheckpointError(f"the adapter {target} is not a plain LoRA: peft_type {config.get('peft_type')}")
+    return tensors, config
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write one safetensors file that appears complete or not at all."""
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    try:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, scratch, metadata=dict(metadata))
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    finally:
+        Path(scratch).unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Model families and what is common to them."""

@@ -1,0 +1,64 @@
+"""The vLLM plugin: what stock vLLM lacks for Muse Spark rollouts.
+
+vLLM calls `register` in every process it starts (entry point `vllm.general_plugins`). A plugin that fails to import is
+only logged by vLLM, which then goes on without it; so the engine asks the worker for `report` at start and refuses to
+serve when anything is missing.
+
+On CPU, with the versions of `versions.py`: the model class, the checkpoint loader, and two patches (`route_capture`,
+`punica`). Expert LoRA needs no patch (`experts.py` subclasses at vLLM's own extension points), and neither do in-memory
+adapters (`worker.py` fills vLLM's adapter manager). On CUDA nothing is changed yet: vLLM 0.33 serves Muse Spark itself,
+without LoRA.
+"""
+
+from __future__ import annotations
+
+from sparkrl.errors import VersionError
+
+PATCHES = ("route_capture", "punica")
+_state: dict[str, str | None] = {"error": None, "registered": None}
+
+
+def register() -> None:
+    """Register everything for the current platform; idempotent. Never raises: see `report`."""
+    if _state["registered"] is not None:
+        return
+    from vllm.platforms import current_platform
+
+    _state["registered"] = current_platform.device_type
+    if not current_platform.is_cpu():
+        return
+    from vllm import ModelRegistry
+
+    from sparkrl.rollout.plugin import punica, route_capture
+    from sparkrl.rollout.plugin.hf_config import ARCHITECTURE
+
+    try:
+        # By name: importing the model here would pull vLLM's layers into processes that never build it.
+        ModelRegistry.register_model(ARCHITECTURE, "sparkrl.rollout.plugin.model:MuseSparkForCausalLM")
+        import sparkrl.rollout.plugin.loader  # noqa: F401 - registers the load format
+
+        route_capture.apply()
+        punica.apply()
+    except VersionError as error:
+        # Raising would only be logged. The engine reads this and raises it where the user sees it.
+        _state["error"] = str(error)
+
+
+def report() -> dict[str, object]:
+    """What is in place in this process.
+
+    Returns:
+        `platform`, `registered` (bool), `error` (message or None), and one bool for each of `PATCHES`.
+    """
+    found: dict[str, object] = {
+        "platform": _state["registered"],
+        "registered": _state["registered"] is not None,
+        "error": _state["error"],
+    }
+    if _state["registered"] == "cpu" and _state["error"] is None:
+        from sparkrl.rollout.plugin import punica, route_capture
+
+        found.update(route_capture=route_capture.is_applied(), punica=punica.is_applied())
+    else:
+        found.update(dict.fromkeys(PATCHES, False))
+    return found

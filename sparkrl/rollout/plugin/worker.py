@@ -1,0 +1,113 @@
+"""What the engine calls inside vLLM's worker process (`worker_extension_cls`), through `collective_rpc`.
+
+Adapters come in as bytes and go straight into vLLM's adapter manager, registered and activated under an id of their
+own; requests that carry this id then find the adapter loaded. No path is ever read: if vLLM lost the adapter it would
+try the path `sparkrl://...` and fail loudly, instead of answering with the base model.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import Any
+
+import torch
+import xxhash
+
+from sparkrl.errors import AdapterError
+from sparkrl.rollout import plugin
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; names carry a prefix because vLLM refuses clashes."""
+
+    model_runner: Any
+    rank: int
+
+    def sparkrl_report(self) -> dict[str, Any]:
+        """What is live in this process: the plugin's report, the model class, LoRA-wrapped modules, memory."""
+        model = self.model_runner.get_model()
+        manager = self.model_runner.lora_manager._adapter_manager if self.model_runner.lora_config else None
+        return {
+            **plugin.report(),
+            "pid": os.getpid(),
+            "rank": self.rank,
+            "model_class": f"{type(model).__module__}.{type(model).__name__}",
+            "route_connector": getattr(self.model_runner, "aux_connector", None) is not None,
+            "lora_modules": sorted(manager.modules) if manager is not None else [],
+            "model_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+            "threads": torch.get_num_threads(),
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+    def sparkrl_load_adapter(
+        self,
+        lora_id: int,
+        blob: bytes,
+        manifest: list[tuple[str, list[int], str, int]],
+        config: dict[str, Any],
+        checksum: str,
+    ) -> tuple[int, str]:
+        """Replace every loaded adapter by this one.
+
+        Args:
+            lora_id: id of the new adapter, above 0 and never used before.
+            blob: the adapter's buffer.
+            manifest: name, shape, dtype and offset of each tensor.
+            config: content of PEFT's adapter_config.json.
+            checksum: xxh3-64 of the buffer, hex.
+        Returns:
+            The id and the checksum of the bytes that arrived here.
+        Raises:
+            AdapterError: the bytes are not those that were sent, or a tensor matches no module of the served model.
+        """
+        found = xxhash.xxh3_64_hexdigest(blob)
+        if found != checksum:
+            raise AdapterError(f"the adapter's bytes changed on the way: checksum {checksum} sent, {found} received")
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        worker_manager = self.model_runner.lora_manager
+        manager = worker_manager._adapter_manager
+        helper = PEFTHelper.from_dict(config)
+        helper.validate_legal(worker_manager.lora_config)
+        lora = LoRAModel.from_lora_tensors(
+            lora_model_id=lora_id,
+            tensors=unpack(blob, manifest),
+            peft_helper=helper,
+            device="cpu",
+            dtype=worker_manager.lora_config.lora_dtype,
+            model_vocab_size=worker_manager.vocab_size,
+        )
+        manager.remove_all_adapters()
+        manager.add_adapter(lora)
+        # After merging (q, k, v into one; both expert parts into one) every key must be a wrapped module: vLLM itself
+        # skips others without a word, and the base model would answer.
+        merged = {name.removesuffix(".base_layer") for name in lora.loras}
+        stray = sorted(merged - set(manager.modules))
+        if stray or not merged:
+            manager.remove_all_adapters()
+            raise AdapterError(
+                f"{len(stray)} of the adapter's {len(merged)} modules do not exist in the served model, "
+                f"first: `{stray[0] if stray else 'none sent'}`",
+                hint="trainer and server must load the same checkpoint",
+            )
+        manager.activate_adapter(lora_id)
+        return lora_id, found
+
+    def sparkrl_loaded_adapters(self) -> list[int]:
+        """Ids of the adapters this worker holds."""
+        return sorted(self.model_runner.lora_manager.list_adapters())
+
+
+def unpack(blob: bytes, manifest: list[tuple[str, list[int], str, int]]) -> dict[str, torch.Tensor]:
+    """Tensors of an adapter's buffer, each its own copy (vLLM scales `lora_B` in place)."""
+    raw = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+    tensors = {}
+    for name, shape, dtype_name, offset in manifest:
+        dtype = getattr(torch, dtype_name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if offset + size > raw.numel():
+            raise AdapterError(f"tensor `{name}` ends at byte {offset + size} of a buffer of {raw.numel()}")
+        tensors[name] = raw[offset : offset + size].clone().view(dtype).reshape(shape)
+    return tensors

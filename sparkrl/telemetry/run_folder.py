@@ -1,0 +1,268 @@
+"""The run folder: where everything a run leaves behind lies.
+
+runs/<recipe>/<YYYYmmdd-HHMMSS>-<seed>/
+    config.yaml        resolved configuration
+    metrics.jsonl      one object a training step or evaluation
+    samples.jsonl      sample responses
+    checkpoints/step-000010/
+    summary.json       headline figures
+    report.html        curves and samples
+runs/<recipe>/latest -> the newest of them
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from sparkrl.config.schema import Config
+from sparkrl.errors import CheckpointError, ConfigError, DataError, SparkrlError
+
+_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+_UNFINISHED = ".unfinished"
+_REPLACED = ".replaced"
+
+
+class RunFolder:
+    """One run's folder. A single process writes to it; any number may read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, cfg: Config) -> RunFolder:
+        """Make the folder of a new run, write its configuration, and point `latest` at it.
+
+        Raises:
+            ConfigError: `run_dir` already holds a run, or the folder cannot be made.
+        """
+        try:
+            if cfg.run_dir is not None:
+                path = Path(cfg.run_dir)
+                if (path / "config.yaml").exists():
+                    raise ConfigError(
+                        f"`run_dir` already holds a run: {path}",
+                        hint="choose another folder, or go on with it through `loop.resume`",
+                    )
+                path.mkdir(parents=True, exist_ok=True)
+            else:
+                path = _make_unique(Path(cfg.output_dir) / cfg.recipe_name, cfg.seed)
+                _point_latest_at(path)
+            run = cls(path)
+            run.checkpoints_path.mkdir(exist_ok=True)
+            write_atomically(path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create a run folder: {error}", hint="set `output_dir` to a folder that can be written to"
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """An existing run, to report on or to resume.
+
+        Raises:
+            ConfigError: no such folder, or not a run's.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigError(f"no run folder at {folder}", hint="runs lie in runs/<recipe>/, the newest is `latest`")
+        if not (folder / "config.yaml").is_file():
+            raise ConfigError(
+                f"{folder} is not a run folder: it has no config.yaml",
+                hint="name one run, for example runs/quickstart/latest",
+            )
+        return cls(folder.resolve())
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    def config(self) -> dict[str, Any]:
+        """The run's configuration as plain values."""
+        config = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
+        if not isinstance(config, dict):
+            raise ConfigError(f"{self.path / 'config.yaml'} does not hold a configuration")
+        return {str(key): value for key, value in config.items()}
+
+    # Rows ------------------------------------------------------------------------------------------------------------
+
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Add one JSON object to `<name>.jsonl` and hand it to the operating system; non-finite numbers become null.
+
+        Raises:
+            SparkrlError: it cannot be written (disk full, say); rows written before stay readable.
+        """
+        file = self.path / f"{name}.jsonl"
+        line = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            if not _ends_with_newline(file):  # a kill in mid-write left half a line; keep it from spoiling this one
+                line = "\n" + line
+            with file.open("a", encoding="utf-8", errors="backslashreplace") as rows:
+                rows.write(line)
+        except OSError as error:
+            raise SparkrlError(
+                f"cannot write to {file}: {error.strerror}",
+                hint="free disk space, then go on from the last checkpoint with `loop.resume`",
+            ) from error
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The objects in `<name>.jsonl`, in order; lines torn by a kill are left out."""
+        file = self.path / f"{name}.jsonl"
+        if not file.is_file():
+            return []
+        rows = []
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                if isinstance(row, dict):
+                    rows.append(row)
+        return rows
+
+    def rewind(self, step: int) -> None:
+        """Forget metrics and samples of later steps, which a run resumed at `step` will write anew."""
+        for name in ("metrics", "samples"):
+            rows = [row for row in self.rows(name) if row.get("step", 0) <= step]
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            write_atomically(self.path / f"{name}.jsonl", text)
+
+    def write_summary(self, summary: dict[str, Any]) -> Path:
+        """Write summary.json whole or not at all."""
+        path = self.path / "summary.json"
+        write_atomically(path, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+        return path
+
+    def summary(self) -> dict[str, Any] | None:
+        """Content of summary.json, or None for a run that has not finished."""
+        path = self.path / "summary.json"
+        try:
+            return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except (OSError, json.JSONDecodeError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def checkpoint(self, step: int, *, keep: int = 0) -> Iterator[Path]:
+        """A folder to fill with the checkpoint of `step`.
+
+        It takes its final name `checkpoints/step-<step>` when the block ends without an error, so a folder of that
+        name is always complete. Then older checkpoints are removed, all but the newest `keep` (0 keeps all).
+        """
+        final = self.checkpoints_path / f"step-{step:06d}"
+        unfinished = final.with_name(final.name + _UNFINISHED)
+        replaced = final.with_name(final.name + _REPLACED)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        try:
+            yield unfinished
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        if final.exists():
+            os.replace(final, replaced)
+        os.replace(unfinished, final)
+        self._prune(keep)
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """(step, folder) of every complete checkpoint, oldest first."""
+        if not self.checkpoints_path.is_dir():
+            return []
+        found: dict[int, Path] = {}
+        for folder in self.checkpoints_path.iterdir():
+            # A kill between the two renames of a second save leaves only the replaced folder: it is complete too.
+            match = _STEP_FOLDER.fullmatch(folder.name.removesuffix(_REPLACED))
+            if match and (int(match[1]) not in found or not folder.name.endswith(_REPLACED)):
+                found[int(match[1])] = folder
+        return sorted(found.items())
+
+    def latest_checkpoint(self) -> tuple[int, Path]:
+        """(step, folder) of the newest complete checkpoint.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        checkpoints = self.checkpoints()
+        if not checkpoints:
+            raise CheckpointError(f"no complete checkpoint in {self.checkpoints_path}", hint="start the run anew")
+        return checkpoints[-1]
+
+    def _prune(self, keep: int) -> None:
+        complete = self.checkpoints()
+        kept = {folder for _, folder in (complete[-keep:] if keep > 0 else complete)}
+        for folder in self.checkpoints_path.iterdir():
+            ours = _STEP_FOLDER.fullmatch(folder.name.removesuffix(_UNFINISHED).removesuffix(_REPLACED))
+            if ours and folder not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file through a temporary one: readers see the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _make_unique(parent: Path, seed: int) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"
+    attempt = 1
+    while True:
+        path = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            attempt += 1
+            continue
+        return path
+
+
+def _point_latest_at(path: Path) -> None:
+    link = path.parent / "latest"
+    temporary = path.parent / f".latest.{path.name}"
+    temporary.symlink_to(path.name)
+    try:
+        os.replace(temporary, link)
+    except OSError:  # someone made a real folder of that name
+        temporary.unlink()
+        raise
+
+
+def _ends_with_newline(file: Path) -> bool:
+    if not file.exists() or file.stat().st_size == 0:
+        return True
+    with file.open("rb") as rows:
+        rows.seek(-1, os.SEEK_END)
+        return rows.read(1) == b"\n"
+
+
+def _finite(value: Any) -> Any:
+    """The same value with NaN and infinities as None and NumPy scalars as plain numbers: what JSON can hold."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

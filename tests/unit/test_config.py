@@ -1,0 +1,82 @@
+"""Composition, overrides, and the words a user sees when something is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkrl.config import load as loading
+from sparkrl.config.load import dump, from_yaml, load
+from sparkrl.config.schema import Precision
+from sparkrl.errors import ConfigError
+
+BASE = ["recipe=quickstart"]
+
+
+def test_quickstart_composes_with_its_own_values_over_the_defaults() -> None:
+    config = load(BASE)
+    assert config.recipe_name == "quickstart"
+    assert config.rollout.dtype is Precision.float32
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (32, 64, ["attention", "latent", "experts"])
+    assert config.algorithm.clip_high == 0.28
+    assert Path(config.model.path).is_absolute()
+
+
+def test_override_wins_over_the_recipe() -> None:
+    config = load([*BASE, "loop.num_steps=3", "trainer.optimizer.lr=0", "lora=attention_only"])
+    assert (config.loop.num_steps, config.trainer.optimizer.lr, config.lora.targets) == (3, 0.0, ["attention"])
+
+
+def test_dump_read_back_is_the_same_configuration(tmp_path: Path) -> None:
+    config = load([*BASE, "loop.num_steps=7", "trainer.dtype=bfloat16"])
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(config))
+    assert from_yaml(path) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "hint"),
+    [
+        ([], "no recipe was chosen; there are: quickstart", "recipe=quickstart"),
+        (["recipe=quickstrat"], "no recipe named `quickstrat`", "did you mean `recipe=quickstart`?"),
+        ([*BASE, "loop.nm_steps=3"], "no key `loop.nm_steps`", "did you mean `loop.num_steps`?"),
+        ([*BASE, "num_steps=3"], "no key `num_steps`", "did you mean `loop.num_steps`?"),
+        ([*BASE, "train.lr=3"], "no key `train.lr`", "did you mean `trainer.optimizer.lr`?"),
+        ([*BASE, "+x.y=1"], "keys are neither added nor removed", "write `"),
+        ([*BASE, "~loop.num_steps"], "keys are neither added nor removed", "write `loop.num_steps=...`"),
+        ([*BASE, "loop=3"], "`loop` is a section", "loop.num_steps"),
+        ([*BASE, "a b"], "cannot read the override: a b", "key=value"),
+        ([*BASE, "loop.num_steps=abc"], "`loop.num_steps` must be a whole number, got: abc", None),
+        ([*BASE, "trainer.dtype=fp8"], "`trainer.dtype` must be one of float32, bfloat16, got: fp8", None),
+        ([*BASE, "eval.num_problems=x"], "`eval.num_problems` must be a whole number or null, got: x", None),
+        ([*BASE, "lora.targets=3"], "`lora.targets` must be a list", None),
+        ([*BASE, "lora.targets=[]"], "`lora.targets` is empty", "attention"),
+        ([*BASE, "loop.group_size=1"], "`loop.group_size` must be at least 2, got: 1", "loop.group_size=8"),
+        ([*BASE, "loop.num_prompts=0"], "`loop.num_prompts` must be positive, got: 0", None),
+        ([*BASE, "trainer.optimizer.lr=-1"], "`trainer.optimizer.lr` must not be negative", None),
+        ([*BASE, "trainer.optimizer.lr=nan"], "`trainer.optimizer.lr` must not be negative", None),
+        ([*BASE, "rollout.top_p=0.9"], "`rollout.top_p` must be 1 while training, got: 0.9", "eval.top_p"),
+        ([*BASE, "rollout.top_k=20"], "`rollout.top_k` must be -1", None),
+        ([*BASE, "rollout.temperature=0"], "`rollout.temperature` must be above 0", None),
+        ([*BASE, "rollout.max_response_tokens=4096"], "more than `model.max_tokens`", "model.max_tokens="),
+        ([*BASE, "trainer.max_tokens_per_micro_batch=8"], "must hold the longest sequence", "256"),
+        ([*BASE, "cluster.num_gpus=4"], "`cluster.num_gpus` is 4, but `cluster.device` is cpu", "cluster.device=cuda"),
+        ([*BASE, "cluster.device=cuda", "cluster.num_gpus=1"], "but the run takes 2", "cluster.num_gpus=2"),
+        ([*BASE, "model.path=nowhere/at/all"], "`model.path` does not exist: nowhere/at/all", "looked in"),
+        ([*BASE, "trainer.num_workers=300"], "has only 256 responses", "trainer.num_workers"),
+        ([*BASE, "cluster=moon"], "no cluster named `moon`; there are:", None),
+    ],
+)
+def test_wrong_override_is_explained(overrides: list[str], message: str, hint: str | None) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(overrides)
+    assert message in error.value.message
+    if hint is not None:
+        assert error.value.hint is not None and hint in error.value.hint
+
+
+def test_every_yaml_file_states_known_keys_only() -> None:
+    for group, options in loading.groups().items():
+        for option in options:
+            load([*BASE, f"{group}={option}"])
