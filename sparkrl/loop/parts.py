@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from sparkrl.config.schema import Config
 from sparkrl.data import ProblemStream, load_problems, load_tokenizer
@@ -17,7 +15,7 @@ from sparkrl.evals import evaluate
 from sparkrl.loop.cluster import ray_cluster
 from sparkrl.reward import Rewarder
 from sparkrl.rollout import RolloutPool
-from sparkrl.telemetry import RunFolder, Telemetry
+from sparkrl.telemetry import RunFolder, RunStatus, Telemetry
 from sparkrl.trainer import TrainerGroup
 from sparkrl.types import Problem
 
@@ -40,6 +38,8 @@ class Parts:
     run: RunFolder
     first_step: int
     """Steps already made by the run that is gone on with; 0 for a new one."""
+    interrupted: bool = False
+    """Whether the run was asked to stop before its last step."""
 
     def sampling_seed(self, step: int) -> int:
         """Seed of the responses of one training step; the same whether or not the run was resumed before it."""
@@ -61,14 +61,13 @@ class Parts:
             )
         self.telemetry.log_eval(result, scored)
 
-    async def save(self, step: int) -> Path:
+    async def save(self, step: int) -> None:
         """Write a checkpoint: PEFT adapter, optimizer state, position in the data."""
-        with self.telemetry.stage("save"), self.run.new_checkpoint(step) as folder:
+        keep = self.config.loop.keep_checkpoints
+        with self.telemetry.stage("save"), self.run.checkpoint(step, keep=keep) as folder:
             await self.trainer.save(folder)
             state = {"step": step, "data": self.data.state()}
             (folder / LOOP_STATE).write_text(json.dumps(state, indent=1) + "\n")
-        self.run.prune_checkpoints(self.config.loop.keep_checkpoints)
-        return self.run.checkpoint(step)
 
     async def on_schedule(self, step: int) -> None:
         """Save and evaluate where the config asks for it; the last step does both."""
@@ -81,47 +80,57 @@ class Parts:
 
 @asynccontextmanager
 async def build_parts(config: Config) -> AsyncIterator[Parts]:
-    """Start Ray, server, trainer and reward workers; stop them at the end, also after an error or a cancellation."""
-    async with AsyncExitStack() as stack:
-        run = RunFolder.open(Path(config.loop.resume)) if config.loop.resume else RunFolder.create(config)
-        telemetry = stack.enter_context(Telemetry(config, run))
-        with telemetry.stage("data"):
-            data, eval_problems = _load_data(config, telemetry)
-        with telemetry.stage("ray"):
-            stack.enter_context(ray_cluster(config))
-        rewarder = Rewarder.start(config.reward)
-        stack.push_async_callback(rewarder.stop)
-        with telemetry.stage("server and trainer"):
-            rollout, trainer = await _start_both(config, stack)
-        first_step = 0
-        if config.loop.resume:
-            first_step = await _restore(run, data, trainer)
-        with telemetry.stage("first adapter"):
-            await rollout.load_adapter(await trainer.adapter(first_step))
-        telemetry.log_setup({**rollout.info, **trainer.info})
-        yield Parts(
-            config=config,
-            data=data,
-            eval_problems=eval_problems,
-            rollout=rollout,
-            rewarder=rewarder,
-            trainer=trainer,
-            telemetry=telemetry,
-            run=run,
-            first_step=first_step,
-        )
+    """Start Ray, server, trainer and reward workers; stop them at the end, also after an error or a cancellation.
+
+    The run's summary and report are written at the end in either case.
+    """
+    run = RunFolder.open(config.loop.resume) if config.loop.resume else RunFolder.create(config)
+    telemetry = Telemetry(config, run)
+    status = RunStatus.FAILED
+    try:
+        async with AsyncExitStack() as stack:
+            parts = await _start(config, run, telemetry, stack)
+            yield parts
+            status = RunStatus.INTERRUPTED if parts.interrupted else RunStatus.FINISHED
+    except asyncio.CancelledError:
+        status = RunStatus.INTERRUPTED
+        raise
+    finally:
+        telemetry.finish(status)
 
 
-def _load_data(config: Config, telemetry: Telemetry) -> tuple[ProblemStream, tuple[Problem, ...]]:
-    tokenizer = load_tokenizer(config.model.path)
-    loaded = load_problems(config.data.path, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
-    telemetry.say(f"training data: {loaded.describe()}")
-    stream = ProblemStream(loaded.problems, seed=config.seed, shuffle=config.data.shuffle)
-    if config.eval.path is None:
-        return stream, ()
-    held_out = load_problems(config.eval.path, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
-    telemetry.say(f"evaluation data: {held_out.describe()}")
-    return stream, held_out.problems
+async def _start(config: Config, run: RunFolder, telemetry: Telemetry, stack: AsyncExitStack) -> Parts:
+    with telemetry.setup_stage("data", "reading data"):
+        tokenizer = load_tokenizer(config.model.path)
+        train = load_problems(config.data.path, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+        telemetry.note_setup(train_data=train.describe())
+        eval_problems: tuple[Problem, ...] = ()
+        if config.eval.path is not None:
+            held_out = load_problems(config.eval.path, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+            telemetry.note_setup(eval_data=held_out.describe())
+            eval_problems = held_out.problems
+    data = ProblemStream(train.problems, seed=config.seed, shuffle=config.data.shuffle)
+    with telemetry.setup_stage("ray", "starting Ray"):
+        stack.enter_context(ray_cluster(config))
+    rewarder = Rewarder.start(config.reward)
+    stack.push_async_callback(rewarder.stop)
+    with telemetry.setup_stage("server_and_trainer", "starting server and trainer"):
+        rollout, trainer = await _start_both(config, stack)
+    telemetry.note_setup(**rollout.info, **trainer.info)
+    first_step = await _restore(run, data, trainer) if config.loop.resume else 0
+    with telemetry.setup_stage("first_adapter", "loading the first adapter"):
+        await rollout.load_adapter(await trainer.adapter(first_step))
+    return Parts(
+        config=config,
+        data=data,
+        eval_problems=eval_problems,
+        rollout=rollout,
+        rewarder=rewarder,
+        trainer=trainer,
+        telemetry=telemetry,
+        run=run,
+        first_step=first_step,
+    )
 
 
 async def _start_both(config: Config, stack: AsyncExitStack) -> tuple[RolloutPool, TrainerGroup]:
@@ -148,15 +157,13 @@ async def _start_both(config: Config, stack: AsyncExitStack) -> tuple[RolloutPoo
 
 
 async def _restore(run: RunFolder, data: ProblemStream, trainer: TrainerGroup) -> int:
-    folder = run.latest_checkpoint()
-    if folder is None:
-        raise CheckpointError(f"there is no complete checkpoint to resume from in {run.path}")
+    step, folder = run.latest_checkpoint()
+    path = folder / LOOP_STATE
     try:
-        state = json.loads((folder / LOOP_STATE).read_text())
-        step, position = int(state["step"]), state["data"]
+        position = json.loads(path.read_text())["data"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{os.fspath(folder / LOOP_STATE)} is missing or damaged: {error}") from error
+        raise CheckpointError(f"{path} is missing or damaged: {error}") from error
     data.restore(position)
     await trainer.load(folder)
-    run.drop_rows_after(step)
+    run.rewind(step)
     return step

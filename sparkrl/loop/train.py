@@ -31,7 +31,7 @@ async def run_loop(parts: Parts, cfg: Config, interrupt: Interrupt) -> None:
     if parts.first_step == 0:
         await parts.evaluate(step=0)
     for step in range(parts.first_step, cfg.loop.num_steps):
-        with interrupt.step(), telemetry.step(step + 1):
+        with interrupt.step():
             problems = parts.data.take(cfg.loop.num_prompts)
             with telemetry.stage("rollout"):
                 groups = await parts.rollout.sample(
@@ -55,9 +55,9 @@ async def run_loop(parts: Parts, cfg: Config, interrupt: Interrupt) -> None:
             with telemetry.stage("swap"):
                 await parts.rollout.load_adapter(await parts.trainer.adapter(step + 1))
             metrics = rollout_metrics(scored) | parts.rewarder.metrics() | result.metrics
-            telemetry.log_step(step + 1, metrics, dlogp=result.dlogp, scored=scored)
+            telemetry.log_step(step + 1, metrics, dlogp=result.dlogp, samples=scored)
         if interrupt.requested:
+            parts.interrupted = True
             await parts.save(step + 1)
-            break
+            return
         await parts.on_schedule(step + 1)
-    telemetry.finish("interrupted" if interrupt.requested else "finished")

@@ -1,0 +1,163 @@
+"""The quickstart at reduced size, through the command line: real Ray, vLLM and verl, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+SMALL = [
+    "recipe=quickstart",
+    "loop.num_steps=3",
+    "loop.num_prompts=8",
+    "loop.group_size=4",
+    "loop.save_every=1",
+    "eval.num_problems=16",
+    "eval.k=4",
+    "eval.every=100",
+    "trainer.compare_without_replay_every=1",
+    "telemetry.wandb=offline",
+]
+TIMEOUT_S = 600
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "sparkrl.cli", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+
+
+def sparkrl(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=TIMEOUT_S, env=environment(), check=False
+    )
+
+
+def rows(run: Path, kind: str) -> list[dict]:
+    parsed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in parsed if row["kind"] == kind]
+
+
+def curve(run: Path) -> list[dict]:
+    """Everything a step reports but times, speeds and memory."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))}
+        for row in rows(run, "train") + rows(run, "eval")
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("finished") / "run"
+    result = sparkrl("train", *SMALL, f"run_dir={run}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    return run
+
+
+def test_run_agrees_to_rounding_and_is_on_policy(finished: Path) -> None:
+    steps = rows(finished, "train")
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    for row in steps:
+        assert 0 <= row["agree/k3"] <= 1e-6
+        assert row["agree/route_agreement"] >= 0.999
+        assert row["train/grad_norm"] > 0
+    assert steps[0]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert steps[0]["train/clip_fraction"] == 0.0
+
+
+def test_summary_has_every_promised_key_and_agrees_with_the_rows(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert set(summary) == {
+        "recipe", "seed", "steps", "wall_s", "setup", "eval", "k3", "dlogp_p999_max", "first_step",
+        "route_agreement_min", "versions",
+    }  # fmt: skip
+    steps, evals = rows(finished, "train"), rows(finished, "eval")
+    assert (summary["recipe"], summary["seed"], summary["steps"]) == ("quickstart", 0, 3)
+    assert summary["k3"]["max"] == max(row["agree/k3"] for row in steps)
+    assert summary["eval"]["start"]["mean"] == evals[0]["eval/mean"]
+    assert summary["eval"]["end"]["mean"] == evals[-1]["eval/mean"]
+    assert (summary["eval"]["k"], summary["eval"]["num_problems"]) == (4, 16)
+    assert summary["first_step"]["clip_fraction"] == 0.0
+
+
+def test_run_folder_holds_config_samples_checkpoints_report_and_wandb(finished: Path) -> None:
+    assert (finished / "config.yaml").read_text().count("num_prompts: 8") == 1
+    assert len((finished / "samples.jsonl").read_text().splitlines()) >= 3
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == [
+        "step-000001", "step-000002", "step-000003",
+    ]  # fmt: skip
+    assert (finished / "checkpoints/step-000003/adapter_model.safetensors").is_file()
+    page = (finished / "report.html").read_text()
+    assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
+    assert list(finished.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def test_adapter_changes_with_every_step(finished: Path) -> None:
+    first, second = (load_file(finished / f"checkpoints/step-00000{n}/adapter_model.safetensors") for n in (1, 2))
+    moved = [name for name in first if not first[name].equal(second[name])]
+    assert len(moved) == len(first)  # every factor of every layer and expert tensor
+
+
+def test_report_command_rebuilds_the_same_page(finished: Path) -> None:
+    before = (finished / "report.html").read_text()
+    (finished / "report.html").unlink()
+    result = sparkrl("report", str(finished))
+    assert result.returncode == 0, result.stderr
+    assert (finished / "report.html").read_text() == before
+
+
+def test_eval_command_scores_the_newest_checkpoint_as_training_did(finished: Path) -> None:
+    result = sparkrl("eval", *SMALL, "--adapter", str(finished))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"mean@4 {rows(finished, 'eval')[-1]['eval/mean']:.3f}" in result.stdout
+
+
+def test_interrupt_saves_and_resume_gives_the_same_curve_as_an_uninterrupted_run(
+    finished: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        command("train", *SMALL, f"run_dir={run}"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()
+    )
+    deadline = time.time() + TIMEOUT_S
+    metrics = run / "metrics.jsonl"
+    while not (metrics.is_file() and '"kind": "train"' in metrics.read_text()):
+        assert process.poll() is None and time.time() < deadline, process.communicate()[0].decode()
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=120)[0].decode()
+    assert "Traceback" not in output, output
+    gone, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive, [child.cmdline() for child in alive]
+    saved = sorted((run / "checkpoints").glob("step-*"))
+    assert saved, output
+    assert json.loads((run / "summary.json").read_text())["steps"] == len(saved)
+
+    result = sparkrl("train", *SMALL, f"loop.resume={run}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert curve(run) == curve(finished)
+
+
+def test_zero_learning_rate_in_bf16_drifts_nowhere_and_replay_helps(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    bf16 = ["rollout.dtype=bfloat16", "trainer.dtype=bfloat16", "trainer.optimizer.lr=0"]
+    result = sparkrl("train", *SMALL, *bf16, f"run_dir={run}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    first, last = (load_file(run / f"checkpoints/step-00000{n}/adapter_model.safetensors") for n in (1, 3))
+    assert all(first[name].equal(last[name]) for name in first)
+    evals = rows(run, "eval")
+    assert evals[0]["eval/mean"] == evals[-1]["eval/mean"]
+    for row in rows(run, "train"):
+        assert row["agree/k3"] <= 1e-3
+        assert row["agree/k3_no_replay"] > row["agree/k3"]
