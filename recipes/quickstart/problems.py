@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 DATA_SOURCE = "sparkrl_quickstart"
 INSTRUCTION = "End with a line `Answer: N`."
+MAX_VALUE = 99
 NUM_TRAIN = 4000
 NUM_HELDOUT = 128
 
@@ -118,12 +119,12 @@ class Problem:
 
 
 def draw(rng: random.Random) -> Problem:
-    """Draw one problem; answers lie between 0 and 999."""
+    """Draw one problem; every result on the way lies between 0 and MAX_VALUE."""
     while True:
         kind = rng.choice(_KINDS)
         numbers = _operands(kind, rng)
         steps = _steps(kind, numbers)
-        if all(0 <= value <= 999 for value in _follow(steps)):
+        if all(0 <= value <= MAX_VALUE for value in _follow(steps)):
             break
     key = str(numbers[0]) + "".join(f"{op}{n}" for op, n in zip(kind, numbers[1:], strict=True))
     if rng.random() < 0.35:
@@ -197,7 +198,7 @@ def _operands(kind: str, rng: random.Random) -> list[int]:
     else:
         numbers = [rng.randint(3, 99)]
     if kind in ("+*", "-*"):
-        numbers += [rng.randint(2, 9), rng.randint(3, 19)]
+        numbers += [rng.randint(2, 9), rng.randint(3, 29)]
     while len(numbers) <= len(kind):
         numbers.append(rng.randint(2, 99))
     return numbers

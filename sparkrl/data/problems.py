@@ -178,7 +178,8 @@ def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
             missing = [name for name in ("prompt", "reward_model") if name not in names]
             if missing:
                 raise DataError(
-                    f"{file} lacks the column(s) {', '.join(missing)}; it has: {', '.join(names)}\nExpected: {_EXPECTED}"
+                    f"{file} lacks the column(s) {', '.join(missing)}; it has: {', '.join(names)}\n"
+                    f"Expected: {_EXPECTED}"
                 )
             wanted = [name for name in ("prompt", "reward_model", "data_source") if name in names]
             for batch in parquet.iter_batches(batch_size=4096, columns=wanted):

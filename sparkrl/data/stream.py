@@ -25,6 +25,7 @@ class ProblemStream:
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = hashlib.sha256("\n".join(problem.uid for problem in problems).encode()).hexdigest()[:16]
+        self._position = 0
         self._start_epoch(0)
 
     @property

@@ -16,7 +16,7 @@ from sparkrl.loop.cluster import ray_cluster
 from sparkrl.reward import Rewarder
 from sparkrl.rollout import RolloutPool
 from sparkrl.telemetry import RunFolder, RunStatus, Telemetry
-from sparkrl.trainer import TrainerGroup
+from sparkrl.trainer.group import TrainerGroup
 from sparkrl.types import Problem
 
 LOOP_STATE = "loop_state.json"
@@ -116,7 +116,7 @@ async def _start(config: Config, run: RunFolder, telemetry: Telemetry, stack: As
     stack.push_async_callback(rewarder.stop)
     with telemetry.setup_stage("server_and_trainer", "starting server and trainer"):
         rollout, trainer = await _start_both(config, stack)
-    telemetry.note_setup(**rollout.info, **trainer.info)
+    telemetry.note_setup(rollout=rollout.info, trainer=trainer.info)
     first_step = await _restore(run, data, trainer) if config.loop.resume else 0
     with telemetry.setup_stage("first_adapter", "loading the first adapter"):
         await rollout.load_adapter(await trainer.adapter(first_step))

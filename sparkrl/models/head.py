@@ -25,6 +25,7 @@ def token_log_probs(
     cap: float,
     temperature: float,
     with_entropy: bool = False,
+    entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `targets_T` under `softmax(cap * tanh(head(x) * multiplier / cap) / temperature)`.
 
@@ -32,6 +33,7 @@ def token_log_probs(
         hidden_TH: [T, H] in the compute type.
         weight_VH: [V, H], same type. When it needs a gradient the plain, memory-hungry path is taken.
         targets_T: int64 [T].
+        entropy_grad: whether the entropy will be differentiated; costs one more product with the head.
     Returns:
         float32 [T] log-probs in nats and, when asked for, float32 [T] entropies in nats.
     """
@@ -39,8 +41,12 @@ def token_log_probs(
         log_p_TV = _log_softmax(hidden_TH, weight_VH, multiplier, cap, temperature)[0]
         log_probs = log_p_TV.gather(1, targets_T[:, None])[:, 0]
         return log_probs, -(log_p_TV.exp() * log_p_TV).sum(-1) if with_entropy else None
-    log_probs, entropy = _Head.apply(hidden_TH, weight_VH, targets_T, multiplier, cap, temperature, with_entropy)
-    return log_probs, entropy if with_entropy else None
+    log_probs, entropy = _Head.apply(
+        hidden_TH, weight_VH, targets_T, multiplier, cap, temperature, with_entropy, with_entropy and entropy_grad
+    )
+    if not with_entropy:
+        return log_probs, None
+    return log_probs, entropy if entropy_grad else entropy.detach()
 
 
 def _log_softmax(
@@ -52,13 +58,13 @@ def _log_softmax(
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, targets_T, multiplier, cap, temperature, with_entropy):
+    def forward(ctx, hidden_TH, weight_VH, targets_T, multiplier, cap, temperature, with_entropy, entropy_grad):
         num_tokens = hidden_TH.shape[0]
         keep = ctx.needs_input_grad[0]
         log_probs_T = hidden_TH.new_empty(num_tokens, dtype=torch.float32)
         entropy_T = torch.empty_like(log_probs_T) if with_entropy else log_probs_T.new_empty(0)
         slope_TH = torch.empty_like(hidden_TH) if keep else None
-        entropy_slope_TH = torch.empty_like(hidden_TH) if keep and with_entropy else None
+        entropy_slope_TH = torch.empty_like(hidden_TH) if keep and entropy_grad else None
         chunk = max(1, CHUNK_BYTES // (4 * weight_VH.shape[0]))
         for start in range(0, num_tokens, chunk):
             part = slice(start, start + chunk)
@@ -89,4 +95,4 @@ class _Head(torch.autograd.Function):
         grad_TH = grad_log_probs_T[:, None] * slope_TH
         if entropy_slope_TH is not None:
             grad_TH = grad_TH + grad_entropy_T[:, None] * entropy_slope_TH
-        return grad_TH.to(slope_TH.dtype), None, None, None, None, None, None
+        return grad_TH.to(slope_TH.dtype), None, None, None, None, None, None, None

@@ -368,7 +368,7 @@ class CausalLMOutput(ModelOutput):
 
 
 class Head(nn.Linear):
-    """Output projection; with targets it returns their log-probs, so that its weight is only used inside its forward."""
+    """Output projection; with targets, their log-probs, so that its weight is used inside its own forward only."""
 
     def __init__(self, config: MuseSparkTextConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=False)
@@ -376,7 +376,13 @@ class Head(nn.Linear):
         self.cap = config.final_logit_softcapping
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, targets: Tensor | None = None, *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        entropy_grad: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, S, H] to float32 logits [B, S, V] and None, or to the targets' log-probs and entropies, both [B, S]."""
         if targets is None:
@@ -389,6 +395,7 @@ class Head(nn.Linear):
             cap=self.cap,
             temperature=temperature,
             with_entropy=with_entropy,
+            entropy_grad=entropy_grad,
         )
         return log_probs.view(targets.shape), None if entropy is None else entropy.view(targets.shape)
 
@@ -423,6 +430,7 @@ class MuseSparkForCausalLM(hf.MuseSparkPreTrainedModel, GenerationMixin):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        entropy_grad: bool = False,
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutput:
@@ -435,6 +443,7 @@ class MuseSparkForCausalLM(hf.MuseSparkPreTrainedModel, GenerationMixin):
             targets: int64 [B, S], the token that each position predicts; None asks for logits.
             temperature: divides the soft-capped logits before log-probs and entropy are taken.
             with_entropy: also return the entropy.
+            entropy_grad: whether the entropy is differentiated.
             logits_to_keep: only the last so many positions get logits; 0 is all.
         """
         body = self.model(
@@ -447,7 +456,9 @@ class MuseSparkForCausalLM(hf.MuseSparkPreTrainedModel, GenerationMixin):
         )
         hidden, cache = body.last_hidden_state, body.past_key_values
         if targets is not None:
-            log_probs, entropy = self.lm_head(hidden, targets, temperature=temperature, with_entropy=with_entropy)
+            log_probs, entropy = self.lm_head(
+                hidden, targets, temperature=temperature, with_entropy=with_entropy, entropy_grad=entropy_grad
+            )
             return CausalLMOutput(log_probs=log_probs, entropy=entropy, past_key_values=cache)
         logits, _ = self.lm_head(hidden[:, -logits_to_keep:])
         return CausalLMOutput(logits=logits, past_key_values=cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -56,7 +57,7 @@ class Rewarder:
             rule: importable scoring function to use in place of `cfg.rule`.
         """
         # No CPU is reserved: scoring is short, and a laptop's cores are all taken by server and trainer.
-        actor = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RewardWorker)
+        actor: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RewardWorker)
         preload = () if rule is not None else ("verl.utils.reward_score.math_dapo",)
         chosen = rule if rule is not None else RULES[cfg.rule]
         workers = [actor.remote(chosen, cfg.timeout_s, preload) for _ in range(cfg.num_workers)]
@@ -110,7 +111,7 @@ class Rewarder:
         chunks = [items[start : start + size] for start in range(0, len(items), size)]
         calls = [worker.score.remote(chunk) for worker, chunk in zip(self._workers, chunks, strict=False)]
         try:
-            results = await asyncio.gather(*calls)
+            results: list[list[Verdict]] = await asyncio.gather(*calls)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             raise (

@@ -1,12 +1,14 @@
 """Scoring rules: a function from (response text, reference answer) to a score.
 
 A rule must be importable by name (not a lambda), because it runs in another process. What it needs is imported
-inside it, so that choosing a rule does not load verl, and with it torch, into the driver.
+inside it, so that choosing a rule does not load verl, and with it torch, into the driver. Every scoring process calls
+its rule once with an empty response before the time limit applies, so that those imports do not count against it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from sparkrl.config.schema import RewardRule
 from sparkrl.types import Score
@@ -26,7 +28,7 @@ def math_dapo(text: str, answer: str) -> Score:
     """
     from verl.utils.reward_score.math_dapo import compute_score
 
-    verdict = compute_score(text, answer)
+    verdict: Any = compute_score(text, answer)  # a dict; verl's annotation says float
     extracted = None if verdict["pred"] in (None, "[INVALID]") else str(verdict["pred"])
     return Score(reward=float(verdict["score"]), correct=bool(verdict["acc"]), extracted=extracted)
 

@@ -210,7 +210,11 @@ class RunFolder:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file through a temporary one: readers see the old content or the new, never a part."""
+    """Write a text file through a temporary one: readers see the old content or the new, never a part.
+
+    Raises:
+        SparkrlError: it cannot be written (disk full, say); the old content is still there.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -218,6 +222,10 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        raise SparkrlError(
+            f"cannot write {path}: {error.strerror}", hint="free disk space, or mend the path"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -127,7 +127,7 @@ class Terminal:
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = []
         if self._rows:
-            table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold cyan", expand=True)
+            table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold cyan", expand=True)
             table.add_column("step", justify="right", no_wrap=True)
             for name, _, _ in _COLUMNS:
                 table.add_column(name, justify="right", no_wrap=True)

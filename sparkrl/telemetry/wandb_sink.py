@@ -6,12 +6,14 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from sparkrl.config.schema import Config, WandbMode
 from sparkrl.telemetry.samples import Sample
+
+Mode = Literal["online", "offline", "disabled"]
 
 _MAX_FAILURES = 3
 _INIT_TIMEOUT_S = 60.0
@@ -39,7 +41,7 @@ class WandbSink:
         self.failures = 0
         """Calls of W&B that failed."""
         self._run: Any = None
-        self.mode = self._resolve_mode(cfg.telemetry.wandb)
+        self.mode: Mode = self._resolve_mode(cfg.telemetry.wandb)
         """`online`, `offline` or `disabled`."""
         if self.mode != "disabled":
             self._guard(lambda: self._init(cfg, folder, config), "start")
@@ -64,7 +66,7 @@ class WandbSink:
             import wandb
 
             columns = list(samples[0])
-            table = wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in samples])
+            table = wandb.Table(columns=[*columns], data=[[row[name] for name in columns] for row in samples])
             self._run.log({"step": step, f"samples/{kind}": table})
 
         if samples:
@@ -109,10 +111,11 @@ class WandbSink:
             if what == "start" or self.failures >= _MAX_FAILURES:
                 self._run, self.mode = None, "disabled"
 
-    def _resolve_mode(self, mode: WandbMode) -> str:
-        if mode is not WandbMode.auto:
-            return mode.value
-        return "online" if _has_key() else "offline"
+    def _resolve_mode(self, mode: WandbMode) -> Mode:
+        if mode is WandbMode.auto:
+            return "online" if _has_key() else "offline"
+        modes: dict[WandbMode, Mode] = {WandbMode.online: "online", WandbMode.offline: "offline"}
+        return modes.get(mode, "disabled")
 
 
 def _has_key() -> bool:

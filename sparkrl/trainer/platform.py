@@ -1,6 +1,6 @@
 """verl on a machine without an accelerator, through verl's own platform hook.
 
-verl picks its platform once, when it is first imported, so `install` has to run before anything imports verl.
+verl picks its platform once, when its engines are first imported, so `install` has to run before that.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def install(device: str) -> None:
     if device != "cpu":
         return
     os.environ["VERL_PLATFORM"] = "cpu"
-    # verl imports this module while it initializes itself, before it asks for the platform's properties
-    os.environ["VERL_USE_EXTERNAL_MODULES"] = __name__
+    _register()
 
 
 def _device_module() -> SimpleNamespace:
@@ -134,6 +133,3 @@ def _register() -> None:
 
 
 _MODULE = _device_module()
-
-if os.environ.get("VERL_PLATFORM") == "cpu":
-    _register()

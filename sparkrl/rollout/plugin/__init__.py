@@ -4,8 +4,8 @@ vLLM calls `register` in every process it starts (entry point `vllm.general_plug
 only logged by vLLM, which then goes on without it; so the engine asks the worker for `report` at start and refuses to
 serve when anything is missing.
 
-On CPU, with the versions of `versions.py`: the model class, the checkpoint loader, and two patches (`route_capture`,
-`punica`). Expert LoRA needs no patch (`experts.py` subclasses at vLLM's own extension points), and neither do in-memory
+On CPU, with the versions of `versions.py`: the model class, the checkpoint loader, and three patches
+(`route_capture`, `seeded_sampling`, `punica`). Expert LoRA needs no patch (`experts.py` subclasses at vLLM's own extension points), and neither do in-memory
 adapters (`worker.py` fills vLLM's adapter manager). On CUDA nothing is changed yet: vLLM 0.33 serves Muse Spark itself,
 without LoRA.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from sparkrl.errors import VersionError
 
-PATCHES = ("route_capture", "punica")
+PATCHES = ("route_capture", "seeded_sampling", "punica")
 _state: dict[str, str | None] = {"error": None, "registered": None}
 
 
@@ -29,7 +29,7 @@ def register() -> None:
         return
     from vllm import ModelRegistry
 
-    from sparkrl.rollout.plugin import punica, route_capture
+    from sparkrl.rollout.plugin import punica, route_capture, seeded_sampling
     from sparkrl.rollout.plugin.hf_config import ARCHITECTURE
 
     try:
@@ -38,6 +38,7 @@ def register() -> None:
         import sparkrl.rollout.plugin.loader  # noqa: F401 - registers the load format
 
         route_capture.apply()
+        seeded_sampling.apply()
         punica.apply()
     except VersionError as error:
         # Raising would only be logged. The engine reads this and raises it where the user sees it.
@@ -56,9 +57,13 @@ def report() -> dict[str, object]:
         "error": _state["error"],
     }
     if _state["registered"] == "cpu" and _state["error"] is None:
-        from sparkrl.rollout.plugin import punica, route_capture
+        from sparkrl.rollout.plugin import punica, route_capture, seeded_sampling
 
-        found.update(route_capture=route_capture.is_applied(), punica=punica.is_applied())
+        found.update(
+            route_capture=route_capture.is_applied(),
+            seeded_sampling=seeded_sampling.is_applied(),
+            punica=punica.is_applied(),
+        )
     else:
         found.update(dict.fromkeys(PATCHES, False))
     return found

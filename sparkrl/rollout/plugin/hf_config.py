@@ -11,34 +11,28 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from sparkrl.errors import CheckpointError
-from sparkrl.models.muse_spark import check_config
-
 ARCHITECTURE = "MuseSpark1xForCausalLM"
 
 
 def adapt(config: PreTrainedConfig) -> PreTrainedConfig:
-    """vLLM's `hf_overrides`: the text config, checked, without its quantization section.
+    """vLLM's `hf_overrides`: the text config without its quantization section.
+
+    The family's rules are checked before, by `sparkrl.models.registry.load_config`. Anything but a Muse Spark config is
+    returned as it came: vLLM also calls this with a placeholder, to see whether it changes the model type.
 
     Args:
         config: as transformers read it, `muse_spark_text` or `muse_spark` with `text_config`.
     Returns:
         A text config whose architecture is the one this plugin registers.
-    Raises:
-        CheckpointError: another model type, or a field outside the family's rules; names the field.
     """
-    text: Any = getattr(config, "text_config", None) if config.model_type == "muse_spark" else config
-    if text is None or text.model_type != "muse_spark_text":
-        raise CheckpointError(
-            f"`model_type` must be `muse_spark_text` or `muse_spark`, got: {config.model_type}",
-            hint="point `model.path` at a Muse Spark checkpoint",
-        )
+    if config.model_type not in ("muse_spark", "muse_spark_text"):
+        return config
+    text: Any = getattr(config, "text_config", config)
     if text is not config:
         # Generation and padding ids may lie outside the text part in the published form.
         for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
             if getattr(text, name, None) is None:
                 setattr(text, name, getattr(config, name, None))
-    check_config(text)
     if getattr(text, "quantization_config", None) is not None:
         del text.quantization_config
     text.architectures = [ARCHITECTURE]

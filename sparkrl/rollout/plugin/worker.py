@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
+import time
 from typing import Any
 
+import psutil
 import torch
 import xxhash
 
 from sparkrl.errors import AdapterError
 from sparkrl.rollout import plugin
+from sparkrl.rollout.plugin.versions import installed_vllm
+
+_WATCH_S = 0.5
+"""How often a worker looks whether its actor still lives, seconds."""
 
 
 class WorkerExtension:
@@ -31,6 +38,7 @@ class WorkerExtension:
         return {
             **plugin.report(),
             "pid": os.getpid(),
+            "vllm": installed_vllm(),
             "rank": self.rank,
             "model_class": f"{type(model).__module__}.{type(model).__name__}",
             "route_connector": getattr(self.model_runner, "aux_connector", None) is not None,
@@ -40,6 +48,17 @@ class WorkerExtension:
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
+    def sparkrl_watch(self, pid: int) -> None:
+        """End this process when process `pid` (the actor) is gone: a killed actor cannot stop it any more."""
+        watched = psutil.Process(pid)
+
+        def watch() -> None:
+            while watched.is_running():
+                time.sleep(_WATCH_S)
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True, name="sparkrl-watch").start()
+
     def sparkrl_load_adapter(
         self,
         lora_id: int,
@@ -47,7 +66,7 @@ class WorkerExtension:
         manifest: list[tuple[str, list[int], str, int]],
         config: dict[str, Any],
         checksum: str,
-    ) -> tuple[int, str]:
+    ) -> list[Any]:
         """Replace every loaded adapter by this one.
 
         Args:
@@ -57,10 +76,22 @@ class WorkerExtension:
             config: content of PEFT's adapter_config.json.
             checksum: xxh3-64 of the buffer, hex.
         Returns:
-            The id and the checksum of the bytes that arrived here.
-        Raises:
-            AdapterError: the bytes are not those that were sent, or a tensor matches no module of the served model.
+            `["loaded", id, checksum of the bytes that arrived here]`, or `["refused", why]`: an exception would reach
+            the caller without its type, and vLLM prints a traceback for it.
         """
+        try:
+            return ["loaded", lora_id, self._sparkrl_load(lora_id, blob, manifest, config, checksum)]
+        except (AdapterError, ValueError, RuntimeError, KeyError, AssertionError) as error:
+            return ["refused", str(error) or type(error).__name__]
+
+    def _sparkrl_load(
+        self,
+        lora_id: int,
+        blob: bytes,
+        manifest: list[tuple[str, list[int], str, int]],
+        config: dict[str, Any],
+        checksum: str,
+    ) -> str:
         found = xxhash.xxh3_64_hexdigest(blob)
         if found != checksum:
             raise AdapterError(f"the adapter's bytes changed on the way: checksum {checksum} sent, {found} received")
@@ -93,7 +124,7 @@ class WorkerExtension:
                 hint="trainer and server must load the same checkpoint",
             )
         manager.activate_adapter(lora_id)
-        return lora_id, found
+        return found
 
     def sparkrl_loaded_adapters(self) -> list[int]:
         """Ids of the adapters this worker holds."""

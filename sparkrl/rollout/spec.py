@@ -1,0 +1,93 @@
+"""What one server needs to know: plain data, made from the run's config by the pool and sent to the actor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sparkrl.config.schema import Config, Device
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Adapter ranks vLLM allocates buffers for."""
+_BLOCK_TOKENS = 32
+"""Tokens a key-value block holds on CPU: what the attention kernel prefers, and short enough to share prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """One server's settings."""
+
+    model_path: str
+    dtype: str
+    max_tokens: int
+    tensor_parallel_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int
+    num_threads: int
+    lora_rank: int
+    lora_alpha: int
+    request_timeout_s: float
+    seed: int
+    device: str
+
+    @classmethod
+    def from_config(cls, cfg: Config, model_path: str) -> ServerSpec:
+        rollout = cfg.rollout
+        return cls(
+            model_path=model_path,
+            dtype=rollout.dtype.value,
+            max_tokens=cfg.model.max_tokens,
+            tensor_parallel_size=rollout.tensor_parallel_size,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            kv_cache_bytes=int(rollout.kv_cache_gib * 2**30),
+            num_threads=rollout.num_threads,
+            lora_rank=cfg.lora.rank,
+            lora_alpha=cfg.lora.alpha,
+            request_timeout_s=rollout.request_timeout_s,
+            seed=cfg.seed,
+            device=cfg.cluster.device.value,
+        )
+
+    def environment(self) -> dict[str, str]:
+        """Environment of the actor; vLLM's own processes inherit it."""
+        env = {
+            "OMP_NUM_THREADS": str(self.num_threads),
+            "MKL_NUM_THREADS": str(self.num_threads),
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if self.device == Device.cpu.value and self.tensor_parallel_size == 1:
+            # One process fewer, and no pinning of threads to cores that other parts of the run use too.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        return env
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of vLLM's `AsyncEngineArgs`."""
+        rank = next((r for r in _RANKS if r >= self.lora_rank), self.lora_rank)
+        return {
+            "model": self.model_path,
+            "dtype": self.dtype,
+            "load_format": "sparkrl",
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "max_model_len": self.max_tokens,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "kv_cache_memory_bytes": self.kv_cache_bytes,
+            "block_size": _BLOCK_TOKENS,
+            "seed": self.seed,
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "enable_return_routed_experts": True,
+            # Of the distribution that was sampled from: after the temperature.
+            "logprobs_mode": "processed_logprobs",
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_cpu_loras": 1,
+            "max_lora_rank": rank,
+            "disable_log_stats": True,
+            "worker_extension_cls": "sparkrl.rollout.plugin.worker.WorkerExtension",
+        }

@@ -1,0 +1,241 @@
+"""verl's FSDP2 engine, specialised: adapter-only training over a lazily dequantized base. The only importer of it.
+
+What is overridden and why:
+- building: verl loads the whole model on rank 0 and broadcasts it; here the model is made on the meta device, sharded,
+  and each rank reads only its own rows, dequantizing them on the way;
+- mixed precision: verl casts every parameter and every layer's input to one type; here parameters keep the type they
+  are stored in (base in the compute type, router, residual gates and adapter in float32) and inputs are never cast, so
+  the float32 residual stream survives;
+- forward: log-probs come from the model's own chunked head, under routes of the rollout, without autocast.
+Device mesh, gradient accumulation, clipping, optimizer, modes and skipping of non-finite updates are verl's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from verl.trainer.config import CheckpointConfig
+from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import apply_fsdp2
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.workers.config.optimizer import build_optimizer
+from verl.workers.engine import FSDPEngineWithLMHead
+
+from sparkrl.config.schema import Config
+from sparkrl.errors import CheckpointError
+from sparkrl.lora.targets import Targets, add_adapter, initial_rows, is_adapter, resolve_targets
+from sparkrl.models.registry import load_config
+from sparkrl.quant.checkpoint import CheckpointReader
+from sparkrl.trainer.batch import MicroBatch, Totals
+from sparkrl.trainer.losses import Loss
+from sparkrl.trainer.replay import RouteReplay
+
+_PEFT_PREFIX = "base_model.model."
+
+
+class AdapterEngine(FSDPEngineWithLMHead):
+    """One rank of the trainer. The default process group must exist.
+
+    Args:
+        cfg: the run's configuration.
+        path: checkpoint folder on this machine.
+        seed: seeds the adapter's initial values; the same on every rank.
+    Raises:
+        CheckpointError, ConfigError: the checkpoint or the adapter's targets are unusable.
+    """
+
+    def __init__(self, cfg: Config, *, path: str, seed: int) -> None:
+        self.cfg, self.seed, self.path = cfg, seed, path
+        self.family, self.text_config = load_config(path)
+        self.dtype = getattr(torch, cfg.trainer.dtype.value)
+        optimizer = cfg.trainer.optimizer
+        super().__init__(
+            # the fields of verl's model config that the inherited methods read
+            model_config=SimpleNamespace(use_remove_padding=True, lora_rank=cfg.lora.rank, hf_config=self.text_config),
+            engine_config=FSDPEngineConfig(
+                strategy="fsdp2",
+                use_torch_compile=False,
+                wrap_policy={"transformer_layer_cls_to_wrap": [self.family.layer_class.__name__]},
+            ),
+            optimizer_config=FSDPOptimizerConfig(
+                lr=optimizer.lr,
+                betas=tuple(optimizer.betas),
+                weight_decay=optimizer.weight_decay,
+                clip_grad=optimizer.max_grad_norm,
+                lr_warmup_steps=optimizer.warmup_steps,
+            ),
+            checkpoint_config=CheckpointConfig(),
+        )
+        self.base_bytes_read = 0
+        self.targets: Targets
+        self.replay: RouteReplay
+        self.forward_s = 0.0
+
+    def initialize(self) -> None:
+        """Build model, adapter, shards and optimizer, and read this rank's rows."""
+        # verl's own sequence, without its progress prints
+        self.module = self._build_fsdp_module(self._build_lora_module(self._build_module()))
+        self.optimizer = self._build_optimizer(self.module)
+        self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
+        self.replay = RouteReplay(self.module, self.family.router_class)
+        self.loss = Loss(self.cfg.algorithm)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The adapter's parameters by name, in a fixed order."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def _build_module(self) -> nn.Module:
+        with torch.device("meta"):
+            module = self.family.build(self.text_config, self.dtype)
+        self.targets = resolve_targets(list(self.cfg.lora.targets), self.family, module)
+        if self.cfg.trainer.gradient_checkpointing:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        return module
+
+    def _build_lora_module(self, module: nn.Module) -> nn.Module:
+        with torch.device("meta"):
+            module = add_adapter(module, self.cfg.lora, self.targets, self.family)
+        assert all(p.dtype == torch.float32 for p in module.parameters() if p.requires_grad)
+        return module
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        apply_fsdp2(
+            module,
+            {"mesh": self.device_mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True},
+            self.engine_config,
+        )
+        module.to_empty(device=get_device_id())
+        with torch.no_grad():
+            self._fill(module)
+        return module
+
+    def _fill(self, module: nn.Module) -> None:
+        reader = CheckpointReader(self.path)
+        wanted = set()
+        for name, parameter in module.named_parameters():
+            local, start = local_rows(parameter)
+            if is_adapter(name):
+                local.copy_(initial_rows(name, parameter.shape, start, start + len(local), seed=self.seed))
+                continue
+            wanted.add(self._read(reader, name, local, start, tuple(parameter.shape)))
+        for name, buffer in module.named_buffers():
+            if not name.endswith("inv_freq"):
+                wanted.add(self._read(reader, name, buffer, 0, tuple(buffer.shape)))
+        for child in module.modules():
+            if hasattr(child, "inv_freq"):  # not in checkpoints
+                fresh, child.attention_scaling = child.compute_default_rope_parameters(child.config)
+                child.inv_freq.copy_(fresh)
+                child.original_inv_freq.copy_(fresh)
+        ours = ("model.language_model.", "lm_head.")
+        if unknown := sorted(name for name in set(reader.names) - wanted if name.startswith(ours)):
+            raise CheckpointError(
+                f"{self.path} holds {len(unknown)} text tensors that a {self.family.name} model of this config has no "
+                f"place for, the first is `{unknown[0]}`",
+                hint="check that config.json belongs to these files",
+            )
+        self.base_bytes_read = reader.bytes_read
+
+    def _read(self, reader: CheckpointReader, name: str, local: Tensor, start: int, shape: tuple[int, ...]) -> str:
+        stored = name.removeprefix(_PEFT_PREFIX).replace(".base_layer", "")
+        if reader.shape(stored) != shape:
+            raise CheckpointError(
+                f"`{stored}` in {self.path}/{reader.file(stored)} has shape {reader.shape(stored)}, "
+                f"the config asks for {shape}"
+            )
+        # NVFP4 becomes bfloat16 first, also for a float32 trainer: those are the weights that the adapter is for
+        dtype = torch.bfloat16 if reader.is_quantized(stored) else None
+        # an expert at a time, so that a stack is never held twice
+        step = 1 if local.ndim == 3 else max(1, len(local))
+        for i in range(0, len(local), step):
+            j = min(i + step, len(local))
+            local[i:j].copy_(reader.rows(stored, start + i, start + j, dtype=dtype))
+        return stored
+
+    def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer([p for p in module.parameters() if p.requires_grad], self.optimizer_config)
+
+    def _build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        warmup = self.optimizer_config.lr_warmup_steps
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / warmup) if warmup else 1.0)
+
+    def score(
+        self, batches: Iterator[MicroBatch], *, temperature: float, pin: bool, adapter: bool = True
+    ) -> Iterator[tuple[MicroBatch, Tensor]]:
+        """Log-probs of the response tokens, float32 [B, M] for each micro-batch, without gradients."""
+        with torch.no_grad(), self.eval_mode(), nullcontext() if adapter else self.disable_adapter():
+            for batch in batches:
+                log_probs_BM, _ = self._forward(batch, temperature=temperature, pin=pin)
+                yield batch, log_probs_BM
+
+    def update(
+        self, batches: list[MicroBatch], totals: Totals, *, temperature: float, pin: bool
+    ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, float]]:
+        """One optimizer step.
+
+        Returns:
+            Log-probs and entropies of the response tokens, both float32 [B, M] for each micro-batch, from before the
+            update; and the sum of losses, the gradient's norm, the learning rate and times.
+        """
+        outputs, loss_sum, started = [], 0.0, time.perf_counter()
+        self.forward_s = 0.0
+        with self.train_mode():
+            self.optimizer_zero_grad()
+            for i, batch in enumerate(batches):
+                with self._gradient_sync_context(is_last_micro_batch=i == len(batches) - 1):
+                    log_probs_BM, entropy_BM = self._forward(batch, temperature=temperature, pin=pin, with_entropy=True)
+                    loss = self.loss(log_probs_BM, entropy_BM, batch, totals)
+                    loss.backward()
+                loss_sum += float(loss.detach())
+                outputs.append((log_probs_BM.detach(), entropy_BM.detach()))
+            backward_end = time.perf_counter()
+            lr = self.optimizer.param_groups[0]["lr"]
+            grad_norm = self.optimizer_step()
+            self.lr_scheduler_step()
+        self.replay.load(None, pin=False)
+        ended = time.perf_counter()
+        return outputs, {
+            "loss": loss_sum,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "forward_s": self.forward_s,
+            "backward_s": backward_end - started - self.forward_s,
+            "optimizer_s": ended - backward_end,
+        }
+
+    def _forward(
+        self, batch: MicroBatch, *, temperature: float, pin: bool, with_entropy: bool = False
+    ) -> tuple[Tensor, Any]:
+        started = time.perf_counter()
+        self.replay.load(batch.routes, pin=pin, counted_T=batch.counted)
+        out = self.module(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            targets=batch.targets,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            entropy_grad=bool(self.cfg.algorithm.entropy_coef),
+            use_cache=False,
+        )
+        self.replay.stop_counting()
+        log_probs_BM = out.log_probs[0][batch.response_index]
+        entropy_BM = out.entropy[0][batch.response_index] if with_entropy else None
+        self.forward_s += time.perf_counter() - started
+        return log_probs_BM, entropy_BM
+
+
+def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of a parameter or optimizer state, and the first one's place in the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), offset[0]

@@ -1,0 +1,338 @@
+"""The driver's side of the trainer: starts the ranks, plans each step, and reports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from sparkrl.config.schema import Config, Device, OldLogProbs
+from sparkrl.errors import DataError, SparkrlError, WorkerError
+from sparkrl.models.registry import RoutingShape, load_config
+from sparkrl.models.routes import validate_routes
+from sparkrl.trainer.batch import Row, Totals, num_fed, plan
+from sparkrl.trainer.metrics import agreement, ratio
+from sparkrl.trainer.worker import RankResult, TrainerWorker
+from sparkrl.types import Adapter, TrainBatch, TrainResult, TrainSequence
+
+_GRACE_S = 3.0
+"""After a rank fails, how long to wait for other ranks' errors before deciding which one is the cause."""
+_MAX_SKIPPED = 3
+"""Updates in a row that may be skipped for a gradient that is not finite."""
+
+
+class TrainerGroup:
+    """All ranks of the trainer. Make one with `start`; it cannot be used after an error of a rank."""
+
+    def __init__(self, cfg: Config, workers: list[Any]) -> None:
+        self._cfg = cfg
+        self._workers = workers
+        self._num_steps = 0
+        self._skipped = 0
+        self._failure: SparkrlError | None = None
+        self._routing: RoutingShape
+        self.info: dict[str, Any] = {}
+        """Facts about the group: ranks, trainable parameters, bytes read, seconds to start, adapter config."""
+
+    @classmethod
+    async def start(cls, cfg: Config, *, run_seed: int) -> TrainerGroup:
+        """Start one actor a rank, read the base and make the adapter. Ray must be up.
+
+        Args:
+            run_seed: seeds the adapter's initial values, the same for any number of ranks.
+        Raises:
+            CheckpointError, ConfigError: the checkpoint or `lora.targets` are unusable.
+            WorkerError: a rank died or the group did not come up in `trainer.start_timeout_s`.
+        """
+        started = time.perf_counter()
+        family, text_config = load_config(cfg.model.path)
+        trainer = cfg.trainer
+        threads = str(trainer.num_threads)
+        actor = ray.remote(TrainerWorker).options(
+            num_cpus=1,
+            num_gpus=0 if cfg.cluster.device is Device.cpu else 1,
+            max_restarts=0,
+            runtime_env={
+                "env_vars": {
+                    "OMP_NUM_THREADS": threads,
+                    "TOKENIZERS_PARALLELISM": "false",
+                    "PYTHONWARNINGS": "ignore",
+                    "VERL_LOGGING_LEVEL": "WARN",
+                }
+            },
+        )
+        ranks = range(trainer.num_workers)
+        group = cls(cfg, [actor.remote(rank, trainer.num_workers, cfg) for rank in ranks])
+        group._routing = family.routing(text_config)
+        limit = trainer.start_timeout_s
+        (address,) = await group._call("open_store", [()], limit)
+        seed_args = (*address, os.path.abspath(cfg.model.path), run_seed)
+        facts = await group._call("start", [seed_args for _ in ranks], limit)
+        group.info = {
+            "num_workers": trainer.num_workers,
+            "trainable_parameters": facts[0]["trainable_parameters"],
+            "base_bytes_read": [fact["base_bytes_read"] for fact in facts],
+            "adapter_config": facts[0]["adapter_config"],
+            "routing_layers": facts[0]["routing_layers"],
+            "start_s": time.perf_counter() - started,
+        }
+        return group
+
+    async def step(self, batch: TrainBatch) -> TrainResult:
+        """Train on one batch: log-probs under the rollout's routes, loss, backward, adapter step.
+
+        Raises:
+            RoutingError: routes that cannot be replayed; nothing has been trained then.
+            DataError: the batch is empty or a sequence is inconsistent; likewise.
+            WorkerError: a rank failed, or several updates in a row had a gradient that is not finite.
+        """
+        started = time.perf_counter()
+        sequences, algorithm, trainer = batch.sequences, self._cfg.algorithm, self._cfg.trainer
+        self._check(sequences, with_routes=True)
+        # log-probs of the whole batch are only known after the one forward pass when that pass covers the whole batch
+        metrics: dict[str, float] = {}
+        rows = [Row(index=i, sequence=sequence) for i, sequence in enumerate(sequences)]
+        before: list[np.ndarray] | None = None
+        if trainer.num_mini_batches > 1:
+            begun = time.perf_counter()
+            before = await self.score(sequences, replay=trainer.replay, temperature=batch.temperature)
+            metrics["time/train_old_log_probs_s"] = time.perf_counter() - begun
+        if algorithm.kl_coef:
+            begun = time.perf_counter()
+            results = await self._score(rows, temperature=batch.temperature, pin=trainer.replay, adapter=False)
+            base = _merge(results, "log_probs")
+            for row in rows:
+                row.base_log_probs = base[row.index]
+            metrics["time/train_base_log_probs_s"] = time.perf_counter() - begun
+        every = trainer.compare_without_replay_every
+        if every and self._num_steps % every == 0:
+            begun = time.perf_counter()
+            free = await self.score(sequences, replay=False, temperature=batch.temperature)
+            free_dlogp = agreement(_dlogp(free, sequences), suffix="_no_replay")
+            metrics |= {name: free_dlogp[name] for name in ("agree/k3_no_replay", "agree/dlogp_p999_no_replay")}
+            metrics["time/train_compare_s"] = time.perf_counter() - begun
+        use_rollout = trainer.old_log_probs is OldLogProbs.rollout
+        for row in rows:
+            old = row.sequence.rollout_log_probs if use_rollout else None if before is None else before[row.index]
+            row.old_log_probs = old
+
+        outcomes = []
+        for part in np.array_split(np.arange(len(rows)), min(trainer.num_mini_batches, len(rows))):
+            outcomes.append(await self._update([rows[i] for i in part], batch.temperature))
+        first_rows, first = rows[: len(_merge(outcomes[0], "log_probs"))], outcomes[0]
+        log_probs = {i: value for results in outcomes for i, value in _merge(results, "log_probs").items()}
+        current = before if before is not None else [log_probs[row.index] for row in rows]
+        dlogp = _dlogp(current, sequences)
+        first_log_probs = [log_probs[row.index] for row in first_rows]
+        old_log_probs = [
+            row.old_log_probs if row.old_log_probs is not None else log_probs[row.index] for row in first_rows
+        ]
+        entropy = np.concatenate(list(_merge(first, "entropy").values()))
+        flat = [result for results in outcomes for result in results]
+        seen = sum(result.routes_seen for result in first)
+        num_tokens = sum(map(num_fed, sequences))
+        wall_s = time.perf_counter() - started
+        metrics |= {
+            "train/loss": float(np.mean([_mean(results, "loss") for results in outcomes])),
+            "train/grad_norm": float(np.mean([results[0].figures["grad_norm"] for results in outcomes])),
+            "train/lr": first[0].figures["lr"],
+            "train/entropy": float(entropy.mean()),
+            "train/skipped_updates": float(sum(not _finite(results) for results in outcomes)),
+            **ratio(first_log_probs, old_log_probs, [row.sequence for row in first_rows], algorithm),
+            **agreement(dlogp),
+            "agree/route_agreement": sum(result.routes_same for result in first) / seen if seen else float("nan"),
+            "perf/train_tokens": float(num_tokens),
+            "perf/train_tokens_per_s": num_tokens / wall_s,
+            "perf/train_peak_mem_gib": max(result.peak_mem_gib for result in flat),
+            "time/train_s": wall_s,
+        }
+        for name in ("forward", "backward", "optimizer"):
+            metrics[f"time/train_{name}_s"] = sum(
+                max(result.figures[f"{name}_s"] for result in results) for results in outcomes
+            )
+        self._num_steps += 1
+        self._count_skipped(outcomes)
+        return TrainResult(metrics=metrics, dlogp=dlogp.astype(np.float32))
+
+    async def score(self, sequences: Sequence[TrainSequence], *, replay: bool, temperature: float) -> list[np.ndarray]:
+        """Log-probs of each sequence's response under the current adapter, float32 [T] each, nats.
+
+        Args:
+            replay: route as the server did; False routes live and needs no routes.
+        """
+        self._check(sequences, with_routes=replay)
+        rows = [Row(index=i, sequence=sequence) for i, sequence in enumerate(sequences)]
+        merged = _merge(await self._score(rows, temperature=temperature, pin=replay), "log_probs")
+        return [merged[i] for i in range(len(sequences))]
+
+    async def adapter(self, version: int) -> Adapter:
+        """The current adapter in PEFT's form, float32, packed and stamped with `version`."""
+        packed = await self._call("adapter", self._everywhere(version), self._cfg.trainer.step_timeout_s)
+        return packed[0]
+
+    async def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write stock PEFT files and the optimizer's state into `folder`; files appear complete or not at all."""
+        counters = {"num_steps": self._num_steps}
+        args = self._everywhere(os.path.abspath(folder), counters)
+        await self._call("save", args, self._cfg.trainer.step_timeout_s)
+
+    async def load(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from what `save` wrote; the number of ranks may differ.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or belongs to another model or adapter.
+        """
+        args = self._everywhere(os.path.abspath(folder))
+        counters = await self._call("load", args, self._cfg.trainer.start_timeout_s)
+        self._num_steps = counters[0]["num_steps"]
+
+    async def stop(self) -> None:
+        """End every rank's process; safe to call twice and after an error."""
+        workers, self._workers = self._workers, []
+        if self._failure is None and workers:
+            await asyncio.wait([asyncio.ensure_future(_settle(w.stop.remote())) for w in workers], timeout=10)
+        for worker in workers:
+            ray.kill(worker, no_restart=True)
+
+    def _check(self, sequences: Sequence[TrainSequence], *, with_routes: bool) -> None:
+        if not sequences:
+            raise DataError("the batch holds no sequence, so there is nothing to train on")
+        shape = self._routing
+        for sequence in sequences:
+            num = len(sequence.response_ids)
+            if not len(sequence.prompt_ids) or not num:
+                raise DataError(f"sequence `{sequence.uid}` has an empty prompt or response")
+            for name in ("rollout_log_probs", "advantages"):
+                if len(getattr(sequence, name)) != num:
+                    found = len(getattr(sequence, name))
+                    raise DataError(f"sequence `{sequence.uid}` has {num} response tokens but {found} {name}")
+            if not np.isfinite(sequence.advantages).all():
+                raise DataError(f"sequence `{sequence.uid}` has an advantage that is not finite")
+            if with_routes:
+                validate_routes(
+                    sequence.routed_experts,
+                    num_prompt=len(sequence.prompt_ids),
+                    num_response=num,
+                    num_layers=shape.num_layers,
+                    top_k=shape.top_k,
+                    num_experts=shape.num_experts,
+                    uid=sequence.uid,
+                )
+
+    def _plan(self, rows: list[Row]) -> list[list[list[Row]]]:
+        trainer = self._cfg.trainer
+        lengths = [num_fed(row.sequence) for row in rows]
+        shortest = rows[int(np.argmin(lengths))]
+        filler = Row(
+            index=-1,
+            sequence=shortest.sequence,
+            old_log_probs=shortest.old_log_probs,
+            base_log_probs=shortest.base_log_probs,
+            counted=False,
+        )
+        spread = plan(lengths, num_ranks=trainer.num_workers, max_tokens=trainer.max_tokens_per_micro_batch)
+        return [[[rows[i] for i in part] or [filler] for part in parts] for parts in spread]
+
+    async def _score(self, rows: list[Row], *, temperature: float, pin: bool, adapter: bool = True) -> list[RankResult]:
+        args = [(parts,) for parts in self._plan(rows)]
+        return await self._call(
+            "score", args, self._cfg.trainer.step_timeout_s, temperature=temperature, pin=pin, adapter=adapter
+        )
+
+    async def _update(self, rows: list[Row], temperature: float) -> list[RankResult]:
+        totals = Totals(
+            num_tokens=sum(len(row.sequence.response_ids) for row in rows),
+            num_sequences=len(rows),
+            num_ranks=self._cfg.trainer.num_workers,
+        )
+        args = [(parts, totals) for parts in self._plan(rows)]
+        limit = self._cfg.trainer.step_timeout_s
+        return await self._call("update", args, limit, temperature=temperature, pin=self._cfg.trainer.replay)
+
+    def _count_skipped(self, outcomes: list[list[RankResult]]) -> None:
+        for results in outcomes:
+            self._skipped = 0 if _finite(results) else self._skipped + 1
+        if self._skipped >= _MAX_SKIPPED:
+            raise WorkerError(
+                f"{self._skipped} updates in a row had a gradient that is not finite and were skipped",
+                hint="lower `trainer.optimizer.lr`, and look for nan in `agree/dlogp_max` and in the rewards; the last "
+                "checkpoint is untouched",
+            )
+
+    def _everywhere(self, *args: Any) -> list[tuple[Any, ...]]:
+        return [args for _ in self._workers]
+
+    async def _call(self, method: str, args: list[tuple[Any, ...]], limit_s: float, **kwargs: Any) -> list[Any]:
+        """Call a method on the first `len(args)` ranks and wait for all of them.
+
+        Any rank's error ends the whole group: the others would wait for it in a collective until they time out.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not self._workers:
+            raise WorkerError("the trainer has been stopped")
+        calls = [
+            asyncio.ensure_future(_settle(getattr(worker, method).remote(*arg, **kwargs)))
+            for worker, arg in zip(self._workers, args, strict=False)
+        ]
+        done, pending = await asyncio.wait(calls, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        failed = any(call.exception() for call in done)
+        if not failed and not pending:
+            return [call.result() for call in calls]
+        if failed and pending:
+            await asyncio.wait(pending, timeout=_GRACE_S)
+        errors = [call.exception() if call.done() else None for call in calls]
+        for call in calls:
+            call.cancel()
+        self._failure = _root_cause(errors) or WorkerError(
+            f"the trainer did not finish `{method}` in {limit_s:g} s; ranks still busy: "
+            f"{[rank for rank, call in enumerate(calls) if errors[rank] is None and not call.done()]}",
+            hint="raise `trainer.step_timeout_s` or `trainer.start_timeout_s` if the machine is merely slow",
+        )
+        for worker in self._workers:
+            ray.kill(worker, no_restart=True)
+        raise self._failure
+
+
+async def _settle(ref: Any) -> Any:
+    return await ref
+
+
+def _root_cause(errors: Sequence[BaseException | None]) -> SparkrlError | None:
+    """The error to show: a user's mistake first, then a dead process, then whatever a rank raised."""
+    by_kind: list[list[SparkrlError]] = [[], [], []]
+    for rank, error in enumerate(errors):
+        cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else error
+        if cause is None:
+            continue
+        if isinstance(cause, SparkrlError):
+            by_kind[0].append(type(cause)(cause.message, hint=cause.hint))
+        elif isinstance(error, RayActorError):
+            text = f"trainer rank {rank} died: {str(error).strip()}"
+            by_kind[1].append(WorkerError(text, hint="exit code 9 usually means out of memory; see the Ray logs"))
+        else:
+            by_kind[2].append(WorkerError(f"trainer rank {rank} failed: {type(cause).__name__}: {cause}"))
+    return next((kind[0] for kind in by_kind if kind), None)
+
+
+def _merge(results: Sequence[RankResult], field: str) -> dict[int, np.ndarray]:
+    return {i: value for result in results for i, value in sorted(getattr(result, field).items())}
+
+
+def _dlogp(log_probs: Sequence[np.ndarray], sequences: Sequence[TrainSequence]) -> np.ndarray:
+    pairs = zip(log_probs, sequences, strict=True)
+    return np.concatenate([value - sequence.rollout_log_probs for value, sequence in pairs])
+
+
+def _mean(results: Sequence[RankResult], name: str) -> float:
+    return float(np.mean([result.figures[name] for result in results]))
+
+
+def _finite(results: Sequence[RankResult]) -> bool:
+    return bool(np.isfinite(results[0].figures["grad_norm"]))
