@@ -1,4 +1,4 @@
-"""Rebuild the quickstart's checkpoint and data sets: `python recipes/quickstart/build.py --out recipes/quickstart/checkpoint`."""
+"""Rebuild the quickstart's checkpoint and data sets with `python recipes/quickstart/build.py`."""
 
 from __future__ import annotations
 

@@ -193,10 +193,7 @@ def write_parquet(table: list[dict[str, Any]], path: Path) -> None:
 
 def _operands(kind: str, rng: random.Random) -> list[int]:
     """Operands fit for the operations: a factor has one digit, the other at most two."""
-    if kind in ("*", "*+", "*-"):
-        numbers = [rng.randint(2, 9), rng.randint(3, 29)]
-    else:
-        numbers = [rng.randint(3, 99)]
+    numbers = [rng.randint(2, 9), rng.randint(3, 29)] if kind in ("*", "*+", "*-") else [rng.randint(3, 99)]
     if kind in ("+*", "-*"):
         numbers += [rng.randint(2, 9), rng.randint(3, 29)]
     while len(numbers) <= len(kind):

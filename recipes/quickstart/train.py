@@ -67,7 +67,7 @@ class Plan:
     """How the checkpoint is trained."""
 
     seed: int = 0
-    num_steps: int = 600
+    num_steps: int = 400
     batch_size: int = 128
     """Problems a step."""
     lr: float = 4e-3
@@ -77,7 +77,7 @@ class Plan:
     warmup_steps: int = 30
     clean_share: float = 0.7
     """First part of training, on careful solutions without slips; the messy corpus follows."""
-    careful: float = 0.55
+    careful: float = 0.58
     """Share of solutions in the messy corpus that show their working."""
     slip: float = 0.05
     """Chance that one calculation of a shown working goes wrong in the messy corpus."""

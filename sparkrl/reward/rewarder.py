@@ -46,7 +46,8 @@ class Rewarder:
 
     def __init__(self, workers: Sequence[ActorHandle]) -> None:
         self._workers = list(workers)
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[Outcome] = Counter()
+        self._extraction_failures = 0.0
 
     @classmethod
     def start(cls, cfg: RewardConfig, *, rule: Rule | None = None) -> Rewarder:
@@ -74,25 +75,26 @@ class Rewarder:
         items = [(response.text, group.problem.answer) for group in groups for response in group.responses]
         verdicts = iter(await self._verdicts(items))
         scored = []
+        num_unread = 0
         for group in groups:
             scores = []
             for _ in group.responses:
                 verdict = next(verdicts)
                 scores.append(verdict.score)
-                self._counts["responses"] += 1
-                self._counts[verdict.outcome.value] += 1
-                self._counts["no_answer"] += verdict.outcome is Outcome.SCORED and verdict.score.extracted is None
+                self._counts[verdict.outcome] += 1
+                num_unread += verdict.outcome is Outcome.SCORED and verdict.score.extracted is None
             scored.append(ScoredGroup(group=group, scores=tuple(scores)))
+        self._extraction_failures = num_unread / max(len(items), 1)
         return tuple(scored)
 
     def metrics(self) -> dict[str, float]:
-        """Figures since the last call: fraction of responses without a readable answer, number of time-outs and
-        of crashes of the rule. Calling it starts a new count."""
+        """What docs/metrics.md lists: the fraction of responses without a readable answer in the latest `score`, and
+        the numbers of time-outs and crashes of the rule since `metrics` was last called, evaluations included."""
         counts, self._counts = self._counts, Counter()
         return {
-            "rollout/extraction_failures": counts["no_answer"] / max(counts["responses"], 1),
-            "reward/timeouts": float(counts[Outcome.TIMED_OUT.value]),
-            "reward/crashes": float(counts[Outcome.CRASHED.value]),
+            "rollout/extraction_failures": self._extraction_failures,
+            "reward/timeouts": float(counts[Outcome.TIMED_OUT]),
+            "reward/crashes": float(counts[Outcome.CRASHED]),
         }
 
     async def stop(self) -> None:

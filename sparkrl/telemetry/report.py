@@ -166,8 +166,12 @@ def _sample(sample: Row) -> str:
 def _facts(title: str, facts: dict[str, Any]) -> str:
     if not facts:
         return ""
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        nested = value.items() if isinstance(value, dict) else ()
+        flat.update({f"{name}: {key}": item for key, item in nested} if nested else {name: value})
     rows = "".join(
-        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>" for name, value in facts.items()
+        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>" for name, value in flat.items()
     )
     return f"<table><caption>{escape(title)}</caption>{rows}</table>"
 

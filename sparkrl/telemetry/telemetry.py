@@ -51,11 +51,11 @@ class Telemetry:
         self._step_started_s = self._started_s
         self._stage_s: defaultdict[str, float] = defaultdict(float)
         self._k3_warned = False
-        train_rows, _ = split_rows(run.rows("metrics"))
+        train_rows, _ = split_rows(run.rows("metrics"))  # not empty when a run is gone on with
         self._terminal = Terminal(
             title=cfg.recipe_name,
             num_steps=cfg.loop.num_steps,
-            num_done=len(train_rows),
+            num_done=train_rows[-1]["step"] if train_rows else 0,
             k3_limit=cfg.telemetry.k3_limit,
             console=console,
         )

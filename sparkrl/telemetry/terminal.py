@@ -83,7 +83,7 @@ class Terminal:
 
     def step(self, row: Row) -> None:
         """Show one training step."""
-        self._num_done += 1
+        self._num_done = row["step"]
         self._rows.append(row)
         self._step_times_s.append(float(row.get("time/step_s") or 0.0))
         self._progress.update(self._task, completed=self._num_done, eta=self._eta())
