@@ -35,7 +35,7 @@ def main() -> None:
     """Write train.parquet and heldout.parquet beside the checkpoint, train the model, store it, measure it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoint", help="checkpoint folder")
-    parser.add_argument("--steps", type=int, default=Plan.num_steps, help="training steps")
+    parser.add_argument("--steps", type=int, default=Plan().num_steps, help="training steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     console, plan = Console(), Plan(seed=args.seed, num_steps=args.steps)
@@ -48,12 +48,14 @@ def main() -> None:
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("", total=plan.num_steps, loss=float("nan"))
-        model = train(
-            plan,
-            Tokenizer.from_str(files["tokenizer.json"]),
-            {problem.key for problem in heldout},
-            report=lambda step, loss: bar.update(task, completed=step + 1, loss=loss),
-        )
+
+        def report(step: int, loss: float) -> None:
+            bar.update(task, completed=step + 1, loss=loss)
+            if not console.is_terminal and (step + 1) % 25 == 0:  # a log file shows no bar
+                print(f"step {step + 1} of {plan.num_steps}: loss {loss:.3f}", flush=True)
+
+        vocabulary = Tokenizer.from_str(files["tokenizer.json"])
+        model = train(plan, vocabulary, {problem.key for problem in heldout}, report=report)
     generation = {"bos_token_id": None, "eos_token_id": own_tokenizer.END_ID, "pad_token_id": own_tokenizer.PAD_ID}
     files["generation_config.json"] = json.dumps(generation, indent=2) + "\n"
     write_checkpoint(args.out, stored_tensors(model), stored_config(), files=files, overwrite=True)

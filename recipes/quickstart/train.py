@@ -67,7 +67,7 @@ class Plan:
     """How the checkpoint is trained."""
 
     seed: int = 0
-    num_steps: int = 400
+    num_steps: int = 600
     batch_size: int = 128
     """Problems a step."""
     lr: float = 4e-3
@@ -77,7 +77,7 @@ class Plan:
     warmup_steps: int = 30
     clean_share: float = 0.7
     """First part of training, on careful solutions without slips; the messy corpus follows."""
-    careful: float = 0.58
+    careful: float = 0.56
     """Share of solutions in the messy corpus that show their working."""
     slip: float = 0.05
     """Chance that one calculation of a shown working goes wrong in the messy corpus."""
@@ -162,7 +162,7 @@ def train(
 class Muon:
     """Momentum whose step is orthogonalized, for matrices and stacks of matrices.
 
-    On two cores it needs about two thirds of AdamW's steps to the same loss.
+    Here it reaches a loss in about two thirds of the steps that AdamW needs.
     Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
     """
 

@@ -27,13 +27,15 @@ from sparkrl.errors import ConfigError
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
 
-def load(overrides: Sequence[str]) -> Config:
+def load(overrides: Sequence[str], *, check_paths: bool = True) -> Config:
     """Compose `conf/config.yaml` with Hydra overrides such as `recipe=quickstart loop.num_steps=5`.
 
+    Args:
+        check_paths: False leaves paths as they are written: a plan is made where model and data need not be.
     Returns:
         The checked configuration, with `model.path`, `data.path` and `eval.path` resolved.
     Raises:
-        ConfigError: an unknown key, group option or value, or a broken rule.
+        ConfigError: an unknown key, group option or value, a broken rule, or a path that does not exist.
     """
     _check_keys(overrides)
     ConfigStore.instance().store(name="schema", node=Config)
@@ -53,7 +55,8 @@ def load(overrides: Sequence[str]) -> Config:
     except (HydraException, OmegaConfBaseException) as error:
         raise _translate(error) from error
     check(config)
-    _resolve_paths(config)
+    if check_paths:
+        _resolve_paths(config)
     return config
 
 

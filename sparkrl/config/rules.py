@@ -64,10 +64,14 @@ def _check_ranges(config: Config) -> None:
         "trainer.optimizer.warmup_steps": config.trainer.optimizer.warmup_steps,
         "algorithm.kl_coef": config.algorithm.kl_coef,
         "algorithm.entropy_coef": config.algorithm.entropy_coef,
+        "algorithm.max_refills": config.algorithm.max_refills,
+        "reward.overlong_buffer_tokens": config.reward.overlong_buffer_tokens,
+        "reward.overlong_penalty": config.reward.overlong_penalty,
         "loop.num_steps": config.loop.num_steps,
         "loop.keep_checkpoints": config.loop.keep_checkpoints,
         "telemetry.num_samples": config.telemetry.num_samples,
         "cluster.num_gpus": config.cluster.num_gpus,
+        "cluster.gpu_memory_gb": config.cluster.gpu_memory_gb,
     }
     for key, value in not_negative.items():
         if not (value >= 0 and math.isfinite(value)):
@@ -121,7 +125,8 @@ def _check_sampling(config: Config) -> None:
     if config.trainer.num_workers > sequences // config.trainer.num_mini_batches:
         raise ConfigError(
             f"`trainer.num_workers` is {config.trainer.num_workers}, but a mini-batch has only "
-            f"{sequences // config.trainer.num_mini_batches} responses\nA rank without a sequence has nothing to train on.",
+            f"{sequences // config.trainer.num_mini_batches} responses\n"
+            "A rank without a sequence has nothing to train on.",
             hint="raise `loop.num_prompts` or lower `trainer.num_workers`",
         )
 
@@ -134,10 +139,17 @@ def _check_lengths(config: Config) -> None:
         longest = config.data.max_prompt_tokens + budget
         if longest > config.model.max_tokens:
             raise ConfigError(
-                f"`data.max_prompt_tokens` ({config.data.max_prompt_tokens}) and `{key}` ({budget}) add up to {longest} "
-                f"tokens, more than `model.max_tokens` ({config.model.max_tokens})",
+                f"`data.max_prompt_tokens` ({config.data.max_prompt_tokens}) and `{key}` ({budget}) add up to "
+                f"{longest} tokens, more than `model.max_tokens` ({config.model.max_tokens})",
                 hint=f"set `model.max_tokens={longest}` or lower one of the two",
             )
+    buffer, budget = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
+    if buffer >= budget:
+        raise ConfigError(
+            f"`reward.overlong_buffer_tokens` ({buffer}) must be less than `rollout.max_response_tokens` ({budget})\n"
+            "A buffer as long as the budget punishes every response for its length.",
+            hint=f"set `reward.overlong_buffer_tokens={budget // 5}`",
+        )
     if config.trainer.max_tokens_per_micro_batch < config.model.max_tokens:
         raise ConfigError(
             f"`trainer.max_tokens_per_micro_batch` must hold the longest sequence ({config.model.max_tokens} tokens), "

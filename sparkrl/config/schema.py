@@ -64,6 +64,8 @@ class RewardRule(Enum):
 
     math_dapo = "math_dapo"
     """verl's rule for DAPO: the last `Answer:` line against the reference, reward +1 or -1."""
+    math_verify = "math_verify"
+    """math-verify: the same line, compared as mathematics (fractions, roots, sets, intervals), reward +1 or -1."""
 
 
 class WandbMode(Enum):
@@ -83,6 +85,8 @@ class ModelConfig:
     folder that holds `recipes/`."""
     max_tokens: int = 4096
     """Longest prompt plus response, tokens; the server's context length."""
+    shape: str | None = None
+    """Published shape (`muse_spark_open`) that `sparkrl plan` takes where `path` is not on this machine."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,7 +102,7 @@ class RolloutConfig:
     max_num_batched_tokens: int = 4096
     """Tokens a server computes in one engine step."""
     kv_cache_gib: float = 1.0
-    """Memory for the key-value cache of one server, GiB."""
+    """Memory for the key-value cache on each GPU of a server (on CPU: of a server), GiB."""
     max_response_tokens: int = 1024
     """Response budget, tokens."""
     temperature: float = 1.0
@@ -176,6 +180,12 @@ class AlgorithmConfig:
     kl_coef: float = 0.0
     """Weight of a k3 KL term to the base model in the loss; 0 turns it off."""
     entropy_coef: float = 0.0
+    dynamic_sampling: bool = False
+    """Sample other prompts in place of those whose responses are all right or all wrong (DAPO)."""
+    max_refills: int = 3
+    """Dynamic sampling: how often a step may sample other prompts; then it trains on the mixed groups it has."""
+    overlong_filtering: bool = False
+    """Leave responses that were cut off by the budget out of the loss; they still count in their group's mean."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,6 +195,11 @@ class RewardConfig:
     """Ray workers that score responses."""
     timeout_s: float = 10.0
     """Longest time one response may take to score, seconds; past it the response counts as wrong."""
+    overlong_buffer_tokens: int = 0
+    """Soft overlong punishment (DAPO): the last so many tokens of the response budget cost reward, more with every
+    token; 0 turns it off. Accuracy is not touched."""
+    overlong_penalty: float = 1.0
+    """Reward points that a response of full budget loses."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -247,6 +262,8 @@ class ClusterConfig:
     """Address of a running Ray cluster (`auto`, `ray://host:port`); None starts Ray on this machine."""
     num_gpus: int = 0
     """GPUs the run takes in all: servers plus trainers."""
+    gpu_memory_gb: float = 0.0
+    """Memory of one GPU as it is sold, GB of 10^9 bytes; 0 is unknown. Used by `sparkrl plan` alone."""
     object_store_gib: float = 0.5
     """Size of the object store when Ray is started here, GiB."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ _REASONS = {
 _EXPECTED = "`prompt` (chat messages or text) and `reward_model: {ground_truth: ...}`, as in DAPO-Math"
 _SUFFIXES = (".parquet", ".jsonl", ".json")
 _NUM_ROWS_NAMED = 5
+MANIFEST_SUFFIX = ".manifest.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +55,80 @@ class LoadedProblems:
 
     def describe(self) -> str:
         """One line for people: how many problems, and what was left out."""
-        left_out = [f"{n:,} {_REASONS[reason]}" for reason, n in self.counts.items() if reason in _REASONS and n]
-        kept = f"{self.counts['kept']:,} problems from {self.counts['rows']:,} rows"
-        return f"{kept} (left out: {', '.join(left_out)})" if left_out else kept
+        return describe_counts(self.counts)
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """One line for people: how many problems, and why rows were left out."""
+    left_out = [f"{n:,} {_REASONS[reason]}" for reason, n in counts.items() if reason in _REASONS and n]
+    kept = f"{counts['kept']:,} problems from {counts['rows']:,} rows"
+    return f"{kept} (left out: {', '.join(left_out)})" if left_out else kept
 
 
 @dataclass(slots=True)
-class _Candidate:
+class Candidate:
+    """A row with a prompt and an answer, the first one with its prompt."""
+
+    uid: str
     row: int
     messages: Messages
     answer: str
     data_source: str
+    num_rows: int = 1
+    """Rows that have this prompt."""
     conflicting: bool = False
+    """Whether they disagree about the answer."""
+
+
+@dataclass(slots=True)
+class Deduplicated:
+    """The different problems of a data set, in file order, and what became of its rows."""
+
+    candidates: list[Candidate]
+    counts: Counter[str]
+    """`rows`, and one entry a reason for which rows were left out so far."""
+    examples: list[str]
+    """The first bad rows, for people."""
+
+    def leave_out(self, row: int, reason: str, num_rows: int = 1) -> None:
+        """Count rows as left out."""
+        self.counts[reason] += num_rows
+        if len(self.examples) < _NUM_ROWS_NAMED:
+            self.examples.append(f"row {row}: {_REASONS[reason]}")
+
+
+def deduplicate(rows: Iterable[tuple[int, dict[str, Any]]]) -> Deduplicated:
+    """One candidate a prompt; without rows that lack prompt or answer, and without prompts whose rows disagree about
+    the answer, because no reward for them can be trusted.
+
+    Args:
+        rows: (number, record in DAPO-Math's schema).
+    """
+    found = Deduplicated(candidates=[], counts=Counter(), examples=[])
+    by_uid: dict[str, Candidate] = {}
+    for row, record in rows:
+        found.counts["rows"] += 1
+        messages, answer = _messages(record.get("prompt")), _answer(record.get("reward_model"))
+        if messages is None:
+            found.leave_out(row, NO_PROMPT)
+            continue
+        if answer is None:
+            found.leave_out(row, NO_ANSWER)
+            continue
+        uid = _uid(messages)
+        if (earlier := by_uid.get(uid)) is None:
+            by_uid[uid] = Candidate(uid, row, messages, answer, str(record.get("data_source") or "unknown"))
+        else:
+            earlier.num_rows += 1
+            earlier.conflicting |= earlier.answer != answer
+    for candidate in by_uid.values():
+        if candidate.conflicting:
+            found.leave_out(candidate.row, CONFLICTING_ANSWERS, candidate.num_rows)
+            continue
+        if candidate.num_rows > 1:
+            found.leave_out(candidate.row, DUPLICATE, candidate.num_rows - 1)
+        found.candidates.append(candidate)
+    return found
 
 
 def load_problems(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> LoadedProblems:
@@ -81,50 +144,20 @@ def load_problems(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, max_p
     Raises:
         DataError: missing file or column, an unreadable file, or not one usable row.
     """
-    files = _find_files(Path(path))
-    counts: Counter[str] = Counter()
-    examples: list[str] = []  # first bad rows, for the message when every row is bad
-
-    def leave_out(row: int, reason: str, num_rows: int = 1) -> None:
-        counts[reason] += num_rows
-        if len(examples) < _NUM_ROWS_NAMED:
-            examples.append(f"row {row}: {_REASONS[reason]}")
-
     # Duplicates go before rendering: published copies of DAPO-Math repeat every row a hundred times.
-    candidates: dict[str, _Candidate] = {}
-    occurrences: Counter[str] = Counter()
-    for row, record in _read_rows(files):
-        counts["rows"] += 1
-        messages, answer = _messages(record.get("prompt")), _answer(record.get("reward_model"))
-        if messages is None:
-            leave_out(row, NO_PROMPT)
-            continue
-        if answer is None:
-            leave_out(row, NO_ANSWER)
-            continue
-        uid = _uid(messages)
-        occurrences[uid] += 1
-        if (earlier := candidates.get(uid)) is None:
-            candidates[uid] = _Candidate(row, messages, answer, str(record.get("data_source") or "unknown"))
-        else:
-            earlier.conflicting |= earlier.answer != answer
-
+    found = deduplicate(_read_rows(_find_files(Path(path))))
+    counts = found.counts
     problems = []
-    for uid, candidate in candidates.items():
-        if candidate.conflicting:
-            leave_out(candidate.row, CONFLICTING_ANSWERS, occurrences[uid])
-            continue
-        if occurrences[uid] > 1:
-            leave_out(candidate.row, DUPLICATE, occurrences[uid] - 1)
+    for candidate in found.candidates:
         prompt_ids = _render(tokenizer, candidate.messages)
         if prompt_ids is None:
-            leave_out(candidate.row, NOT_RENDERABLE)
+            found.leave_out(candidate.row, NOT_RENDERABLE)
         elif len(prompt_ids) > max_prompt_tokens:
-            leave_out(candidate.row, TOO_LONG)
+            found.leave_out(candidate.row, TOO_LONG)
         else:
             problems.append(
                 Problem(
-                    uid=uid,
+                    uid=candidate.uid,
                     messages=candidate.messages,
                     answer=candidate.answer,
                     data_source=candidate.data_source,
@@ -132,20 +165,25 @@ def load_problems(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, max_p
                 )
             )
     if not problems:
-        found = "it has no rows" if not counts["rows"] else "; ".join(examples)
+        why = "it has no rows" if not counts["rows"] else "; ".join(found.examples)
         raise DataError(
-            f"no usable problem in {path}: {found}\nExpected in each row: {_EXPECTED}",
+            f"no usable problem in {path}: {why}\nExpected in each row: {_EXPECTED}",
             hint=f"raise `data.max_prompt_tokens`, now {max_prompt_tokens}" if counts[TOO_LONG] else None,
         )
     ordered = {name: counts[name] for name in ("rows", *_REASONS)}
     return LoadedProblems(problems=tuple(problems), counts={**ordered, "kept": len(problems)})
 
 
+def is_manifest(file: Path) -> bool:
+    """Whether a file describes a data set that `sparkrl data prepare` wrote, and holds no rows itself."""
+    return file.name.endswith(MANIFEST_SUFFIX)
+
+
 def _find_files(path: Path) -> list[Path]:
     if path.is_file():
         files = [path]
     elif path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and not is_manifest(file))
     else:
         files = sorted(path.parent.glob(path.name)) if any(mark in path.name for mark in "*?[") else []
     if not files:

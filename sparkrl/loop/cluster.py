@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,6 +44,7 @@ def ray_cluster(config: Config) -> Iterator[None]:
         }
     else:
         options["address"] = cluster.address
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(**options)
     except Exception as error:  # border: Ray raises many kinds here, none of them ours
@@ -50,6 +52,8 @@ def ray_cluster(config: Config) -> Iterator[None]:
             f"Ray cannot be {'started' if cluster.address is None else 'reached at ' + cluster.address}: {error}",
             hint="see `sparkrl doctor`; a cluster's address is `auto` on one of its nodes",
         ) from error
+    for number, handler in handlers.items():
+        signal.signal(number, handler)  # Ray installs crash handlers of its own, which print stacks at a plain SIGTERM
     try:
         have = int(ray.cluster_resources().get("GPU", 0))
         if cluster.device is Device.cuda and have < cluster.num_gpus:

@@ -6,9 +6,10 @@ import asyncio
 from pathlib import Path
 
 from sparkrl.config.schema import Config
-from sparkrl.loop.batch import build_batch, rollout_metrics
+from sparkrl.loop.batch import build_batch
 from sparkrl.loop.interrupt import Interrupt
 from sparkrl.loop.parts import Parts, build_parts
+from sparkrl.loop.sampling import sample_step
 
 
 async def train(config: Config) -> Path:
@@ -32,30 +33,19 @@ async def run_loop(parts: Parts, cfg: Config, interrupt: Interrupt) -> None:
         await parts.evaluate(step=0)
     for step in range(parts.first_step, cfg.loop.num_steps):
         with interrupt.step():
-            problems = parts.data.take(cfg.loop.num_prompts)
-            with telemetry.stage("rollout"):
-                groups = await parts.rollout.sample(
-                    problems,
-                    num_responses=cfg.loop.group_size,
-                    temperature=cfg.rollout.temperature,
-                    top_p=cfg.rollout.top_p,
-                    max_tokens=cfg.rollout.max_response_tokens,
-                    seed=parts.sampling_seed(step),
-                )
-            with telemetry.stage("reward"):
-                scored = await parts.rewarder.score(groups)
+            sampled = await sample_step(parts, step)
             with telemetry.stage("train"):
                 batch = build_batch(
-                    scored,
+                    sampled.kept,
                     policy_version=step,
                     temperature=cfg.rollout.temperature,
-                    advantage=cfg.algorithm.advantage,
+                    algorithm=cfg.algorithm,
                 )
                 result = await parts.trainer.step(batch)
             with telemetry.stage("swap"):
                 await parts.rollout.load_adapter(await parts.trainer.adapter(step + 1))
-            metrics = rollout_metrics(scored) | parts.rewarder.metrics() | result.metrics
-            telemetry.log_step(step + 1, metrics, dlogp=result.dlogp, samples=scored)
+            metrics = sampled.metrics | result.metrics
+            telemetry.log_step(step + 1, metrics, dlogp=result.dlogp, samples=sampled.all)
         if interrupt.requested:
             parts.interrupted = True
             await parts.save(step + 1)

@@ -332,6 +332,7 @@ def write_checkpoint(
     """
     with _appearing(Path(dst), overwrite=overwrite) as folder:
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / SINGLE, metadata={"format": "pt"})
+        (folder / SINGLE).chmod(0o644)  # the library makes it private to the user
         dump_json(folder / "config.json", dict(config))
         for name, text in (files or {}).items():
             (folder / name).write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 
 from sparkrl.config.schema import RewardConfig
 from sparkrl.errors import WorkerError
-from sparkrl.reward.rules import RULES, Rule
+from sparkrl.reward.rules import PRELOAD, RULES, Rule
 from sparkrl.reward.timed_scorer import Outcome, TimedScorer, Verdict
 from sparkrl.types import Group, Score, ScoredGroup
 
@@ -59,7 +59,7 @@ class Rewarder:
         """
         # No CPU is reserved: scoring is short, and a laptop's cores are all taken by server and trainer.
         actor: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(RewardWorker)
-        preload = () if rule is not None else ("verl.utils.reward_score.math_dapo",)
+        preload = () if rule is not None else PRELOAD[cfg.rule]
         chosen = rule if rule is not None else RULES[cfg.rule]
         workers = [actor.remote(chosen, cfg.timeout_s, preload) for _ in range(cfg.num_workers)]
         for worker in workers:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 
 from sparkrl.errors import WorkerError
 from sparkrl.reward.rules import Rule
@@ -16,6 +18,9 @@ from sparkrl.types import Score
 
 _READY = "ready"
 _STOP_GRACE_S = 2.0
+_WARM_UP = "Answer: $\\frac{1}{2}$"
+_MEMORY_BYTES = 2 * 2**30
+"""What a rule may take on top of its imports; `9^{9^{9^9}}` would otherwise fill the machine within the time limit."""
 
 
 class Outcome(Enum):
@@ -133,10 +138,11 @@ def _serve(pipe: Connection, rule: Rule, timeout_s: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the driver's terminal is the driver's to handle
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
-        rule("", "0")  # loads what the rule imports, outside the time limit
+        rule(_WARM_UP, "0")  # loads what the rule imports and compiles at first use, outside the time limit
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return
+    _limit_memory()
     pipe.send(_READY)
     while True:
         try:
@@ -152,3 +158,15 @@ def _serve(pipe: Connection, rule: Rule, timeout_s: float) -> None:
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
             pipe.send(score)
+
+
+def _limit_memory() -> None:
+    """Bound the process's address space; an allocation past it raises or ends the process, and counts as a crash."""
+    statistics = Path("/proc/self/statm")
+    if not statistics.exists():  # not Linux: the time limit alone has to do
+        return
+    taken = int(statistics.read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = taken + _MEMORY_BYTES
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -284,13 +284,21 @@ class RolloutServer:
 
     async def stop(self) -> None:
         """Shut vLLM down and wait until its processes are gone."""
-        children = psutil.Process().children(recursive=True)
+        children = [child for child in psutil.Process().children(recursive=True) if not _is_tracker(child)]
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
         _, alive = await asyncio.to_thread(psutil.wait_procs, children, 10)
         for child in alive:
             child.kill()
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Python's own resource tracker lives as long as this process, and goes with it."""
+    try:
+        return any("resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def response_seed(seed: int, uid: str, index: int) -> int:

@@ -60,9 +60,12 @@ class ServerSpec:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        if self.device == Device.cpu.value and self.tensor_parallel_size == 1:
-            # One process fewer, and no pinning of threads to cores that other parts of the run use too.
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if self.device == Device.cpu.value:
+            # Pinning threads to cores would fight with the other parts of the run, and wants a NUMA node a rank.
+            env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            if self.tensor_parallel_size == 1:
+                # The worker runs inside the engine's process: one process fewer.
+                env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return env
 
     def engine_arguments(self) -> dict[str, Any]:

@@ -61,6 +61,8 @@ class TrainerGroup:
             runtime_env={
                 "env_vars": {
                     "OMP_NUM_THREADS": threads,
+                    # threads that spin while they wait cost ten times and more as soon as cores are shared
+                    "OMP_WAIT_POLICY": "PASSIVE",
                     "TOKENIZERS_PARALLELISM": "false",
                     "PYTHONWARNINGS": "ignore",
                     "VERL_LOGGING_LEVEL": "WARN",
@@ -78,6 +80,7 @@ class TrainerGroup:
             "num_workers": trainer.num_workers,
             "trainable_parameters": facts[0]["trainable_parameters"],
             "base_bytes_read": [fact["base_bytes_read"] for fact in facts],
+            "pids": [fact["pid"] for fact in facts],
             "adapter_config": facts[0]["adapter_config"],
             "routing_layers": facts[0]["routing_layers"],
             "start_s": time.perf_counter() - started,

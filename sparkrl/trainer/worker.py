@@ -108,6 +108,7 @@ class TrainerWorker:
             "routing_layers": self.engine.replay.num_layers,
             "adapter_config": self.adapter_config,
             "start_s": time.perf_counter() - started,
+            "pid": os.getpid(),
         }
 
     def score(self, plan: list[list[Row]], *, temperature: float, pin: bool, adapter: bool = True) -> RankResult:

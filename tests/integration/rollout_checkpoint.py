@@ -133,11 +133,8 @@ def dequantized(folder: Path) -> dict[str, Tensor]:
         numbers = _MAGNITUDES[nibbles & 7] * np.where(nibbles & 8, -1.0, 1.0)
         blocks = stored[f"{name}_weight_scale"].float().numpy().astype(np.float64).repeat(16, axis=-1)
         scale = stored[f"{name}_weight_scale_2"].numpy().astype(np.float64)
-        if scale.ndim == 2:
-            scale = scale.repeat(codes.shape[1] // 2, axis=1)[..., None]
-        else:
-            scale = scale[:, None, None]
-        out[name] = torch.from_numpy(numbers * blocks * scale).bfloat16().float()
+        per_row = scale.repeat(codes.shape[1] // 2, axis=1) if scale.ndim == 2 else scale[:, None]
+        out[name] = torch.from_numpy(numbers * blocks * per_row[..., None]).bfloat16().float()
     return out
 
 

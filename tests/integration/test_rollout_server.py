@@ -191,9 +191,10 @@ def test_load_adapter_for_another_model_is_refused(adapters, load):
         load(dataclasses.replace(adapters[1], manifest=manifest))
 
 
-def test_start_broken_checkpoint_fails_before_any_server(cluster, folder, loop, tmp_path):
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text().replace('"silu"', '"gelu"'))
-    with pytest.raises(CheckpointError, match=r"config.json"):
+def test_start_config_outside_the_rules_fails_before_any_server(cluster, folder, loop, tmp_path):
+    text = (folder / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"num_shared_experts": 0', '"num_shared_experts": 1'))
+    with pytest.raises(CheckpointError, match=r"num_shared_experts"):
         loop.run_until_complete(RolloutPool.start(config_for(tmp_path)))
 
 

@@ -5,9 +5,9 @@ only logged by vLLM, which then goes on without it; so the engine asks the worke
 serve when anything is missing.
 
 On CPU, with the versions of `versions.py`: the model class, the checkpoint loader, and three patches
-(`route_capture`, `seeded_sampling`, `punica`). Expert LoRA needs no patch (`experts.py` subclasses at vLLM's own extension points), and neither do in-memory
-adapters (`worker.py` fills vLLM's adapter manager). On CUDA nothing is changed yet: vLLM 0.33 serves Muse Spark itself,
-without LoRA.
+(`route_capture`, `seeded_sampling`, `punica`). Expert LoRA needs no patch (`experts.py` subclasses at vLLM's own
+extension points), and neither do in-memory adapters (`worker.py` fills vLLM's adapter manager). On CUDA nothing is
+changed yet: vLLM 0.33 serves Muse Spark itself, without LoRA.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class MuseExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         ends_E = torch.bincount(expert_S, minlength=w1.shape[0]).cumsum(0).to(torch.int32)
         x_SH = x_NH[token_S]
         adapters = self._adapters(token_S, x_NH.shape[0])
-        context = self._lora_context
+        context: Any = self._lora_context
 
         h_S2I = F.grouped_mm(x_SH, w1.transpose(1, 2), offs=ends_E)
         for slot, mask_S1 in adapters:
@@ -157,9 +157,9 @@ def _expert_delta(x_SI: Tensor, a_ERI: Tensor, b_EOR: Tensor, ends_E: Tensor) ->
 class MuseExpertsMethod(FusedMoEMethodBase):
     """Plain weights with `MuseExperts`, whatever the checkpoint's format: experts are dequantized while loading."""
 
-    def create_weights(
+    def create_weights(  # type: ignore[override]
         self,
-        layer: RoutedExperts,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -177,7 +177,7 @@ class MuseExpertsMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig.make()
 
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = make_unquantized_moe_kernel(
             quant_config=self.moe_quant_config,
@@ -188,9 +188,9 @@ class MuseExpertsMethod(FusedMoEMethodBase):
         )
         self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    def apply(
+    def apply(  # type: ignore[override]
         self,
-        layer: RoutedExperts,
+        layer: Any,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
@@ -198,14 +198,15 @@ class MuseExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """Without LoRA; with LoRA, vLLM's wrapper calls the kernel made above itself."""
-        assert self.moe_kernel is not None
-        return self.moe_kernel.apply(
+        kernel: Any = self.moe_kernel
+        return kernel.apply(
             hidden_states=x,
             w1=layer.w13_weight,
             w2=layer.w2_weight,
             topk_weights=topk_weights,
             topk_ids=topk_ids,
             activation=layer.activation,
+            apply_router_weight_on_input=False,
             global_num_experts=layer.global_num_experts,
             expert_map=layer.expert_map,
             shared_experts=shared_experts,

@@ -207,7 +207,7 @@ class MuseSparkForCausalLM(nn.Module, SupportsLoRA):
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
-    embedding_modules: dict[str, str] = {}  # noqa: RUF012
+    embedding_modules = {}  # noqa: RUF012
     is_3d_moe_weight = True
     """Expert adapters come fused, in PEFT's layout: one reshape and one permute a tensor, no loop over experts."""
     is_non_gated_moe = False

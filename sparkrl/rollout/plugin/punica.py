@@ -10,6 +10,8 @@ Shape legend: N tokens, I in, O out, R rank.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +27,8 @@ def apply() -> None:
     require_checked(NAME)
     from vllm.platforms.cpu import CpuPlatform
 
-    CpuPlatform.get_punica_wrapper = classmethod(lambda cls: _WRAPPER)
+    platform: Any = CpuPlatform
+    platform.get_punica_wrapper = classmethod(lambda cls: _WRAPPER)
 
 
 def is_applied() -> bool:

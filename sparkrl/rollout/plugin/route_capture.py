@@ -36,9 +36,11 @@ def apply() -> None:
 
     if is_applied():
         return
-    stock_initialize = CPUModelRunner.initialize_kv_cache
-    stock_execute = CPUModelRunner.execute_model
-    stock_sample = CPUModelRunner.sample_tokens
+    runner: Any = CPUModelRunner
+    config: Any = VllmConfig
+    stock_initialize = runner.initialize_kv_cache
+    stock_execute = runner.execute_model
+    stock_sample = runner.sample_tokens
 
     def initialize_kv_cache(
         self: Any, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
@@ -78,11 +80,11 @@ def apply() -> None:
             output.aux_output_connector_output = pending.process_output()
         return output
 
-    CPUModelRunner.initialize_kv_cache = initialize_kv_cache
-    CPUModelRunner.execute_model = execute_model
-    CPUModelRunner.sample_tokens = sample_tokens
-    CPUModelRunner.sparkrl_route_capture = True
-    VllmConfig._verify_aux_output_compatibility = _verify
+    runner.initialize_kv_cache = initialize_kv_cache
+    runner.execute_model = execute_model
+    runner.sample_tokens = sample_tokens
+    runner.sparkrl_route_capture = True
+    config._verify_aux_output_compatibility = _verify
 
 
 def is_applied() -> bool:

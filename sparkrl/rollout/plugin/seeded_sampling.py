@@ -24,7 +24,8 @@ def apply() -> None:
 
     if is_applied():
         return
-    stock_sample = CPUModelRunner.sample_tokens
+    runner: Any = CPUModelRunner
+    stock_sample = runner.sample_tokens
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         generators = self.input_batch.generators
@@ -35,8 +36,8 @@ def apply() -> None:
         finally:
             generators.update(hidden)
 
-    CPUModelRunner.sample_tokens = sample_tokens
-    CPUModelRunner.sparkrl_seeded_sampling = True
+    runner.sample_tokens = sample_tokens
+    runner.sparkrl_seeded_sampling = True
 
 
 def is_applied() -> bool:

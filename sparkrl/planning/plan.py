@@ -1,0 +1,177 @@
+"""From a configuration to a plan: what it needs, whether it fits, what binds, and which other layouts would fit."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparkrl.config.schema import Config, Device
+from sparkrl.planning.adapter import adapted_weights
+from sparkrl.planning.facts import ModelFacts, read_facts
+from sparkrl.planning.memory import FP32, Layout, element_bytes, server_bytes, trainer_bytes
+
+USABLE = 0.92
+"""Share of a GPU that a plan hands out; the rest is for CUDA contexts, graphs, NCCL and fragmentation."""
+_LONG_CONTEXT = 2**20
+_NVFP4_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """One layout against the memory of a GPU."""
+
+    layout: Layout
+    server_bytes: int
+    """On each GPU of a server."""
+    trainer_bytes: int
+    """On each trainer rank."""
+    fits: bool | None
+    """None where the memory of a GPU is unknown."""
+    binds: str
+    """What is nearest to its limit."""
+    runs: str
+    """`yes`, or why this version cannot run it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything `sparkrl plan` prints."""
+
+    recipe: str
+    facts: ModelFacts
+    parameters: dict[str, int]
+    active_parameters: int
+    checkpoint_bytes: int
+    chosen: Fit
+    server: dict[str, int]
+    trainer: dict[str, int]
+    kv: dict[str, float]
+    adapter: dict[str, int]
+    replay: dict[str, int]
+    layouts: tuple[Fit, ...]
+    usable_bytes: int | None
+    """Bytes of one GPU that are handed out."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; all sizes in bytes."""
+        total = sum(self.parameters.values())
+        return {**asdict(self), "total_parameters": total, "fits": self.chosen.fits, "binds": self.chosen.binds}
+
+
+def make_plan(config: Config) -> Plan:
+    """Work out a plan; nothing is started and no weight is read.
+
+    Raises:
+        ConfigError, CheckpointError: the model's shape or the adapter's targets cannot be read.
+    """
+    facts = read_facts(config)
+    rollout, trainer = config.rollout, config.trainer
+    usable = round(config.cluster.gpu_memory_gb * 1e9 * USABLE) or None
+    layout = Layout(
+        tensor_parallel=rollout.tensor_parallel_size,
+        num_replicas=rollout.num_replicas,
+        num_ranks=trainer.num_workers,
+    )
+    return Plan(
+        recipe=config.recipe_name,
+        facts=facts,
+        parameters=facts.parameters(),
+        active_parameters=facts.active_parameters(),
+        checkpoint_bytes=facts.checkpoint_bytes(),
+        chosen=_fit(config, facts, layout, usable),
+        server=server_bytes(config, facts, layout),
+        trainer=trainer_bytes(config, facts, layout),
+        kv=_kv(config, facts),
+        adapter=_adapter(config, facts),
+        replay=_replay(config, facts),
+        layouts=_layouts(config, facts, usable),
+        usable_bytes=usable,
+    )
+
+
+def _kv(config: Config, facts: ModelFacts) -> dict[str, float]:
+    rollout = config.rollout
+    context, width = config.model.max_tokens, element_bytes(rollout.dtype)
+    one = facts.kv_bytes(context, element_bytes=width, num_gpus=rollout.tensor_parallel_size)
+    responses = -(-config.loop.num_prompts * config.loop.group_size // rollout.num_replicas)
+    concurrency = min(rollout.max_num_seqs, responses)
+    per_sequence = sum(one.values())
+    given = rollout.kv_cache_gib * 2**30
+    return {
+        "context_tokens": context,
+        "concurrency": concurrency,
+        "full_layers_bytes_per_sequence": one["full"],
+        "sliding_layers_bytes_per_sequence": one["sliding"],
+        "needed_bytes": per_sequence * concurrency,
+        "given_bytes": given,
+        "longest_sequences_held": int(given // per_sequence),
+        "share_of_all_full_at_context": facts.kv_share(context),
+        "share_of_all_full_at_1m": facts.kv_share(_LONG_CONTEXT),
+    }
+
+
+def _adapter(config: Config, facts: ModelFacts) -> dict[str, int]:
+    adapted = adapted_weights(config, facts)
+    parts: dict[str, int] = {}
+    for item in adapted:
+        parts[item.weight.part] = parts.get(item.weight.part, 0) + item.parameters
+    total = sum(parts.values())
+    return {
+        **{f"parameters: {part}": number for part, number in parts.items()},
+        "parameters": total,
+        "bytes_per_swap": total * FP32,
+        "checkpoint_bytes": total * 3 * FP32,
+    }
+
+
+def _replay(config: Config, facts: ModelFacts) -> dict[str, int]:
+    per_token = facts.sparse_layers * facts.top_k * (1 if facts.num_experts <= 256 else 2)
+    tokens = config.loop.num_prompts * config.loop.group_size * config.model.max_tokens
+    return {"bytes_per_token": per_token, "bytes_per_step_at_most": per_token * tokens}
+
+
+def _layouts(config: Config, facts: ModelFacts, usable: int | None) -> tuple[Fit, ...]:
+    """Every division of the run's GPUs that the model's shape allows: those that fit first."""
+    gpus = config.cluster.num_gpus
+    if config.cluster.device is Device.cpu or usable is None:
+        return ()
+    found = []
+    for size in (2**i for i in range(gpus.bit_length())):
+        for expert_parallel in (False, True):
+            if not _divides(facts, size, expert_parallel) or (expert_parallel and size == 1):
+                continue
+            for replicas in range(1, (gpus - 1) // size + 1):
+                layout = Layout(
+                    tensor_parallel=size,
+                    num_replicas=replicas,
+                    num_ranks=gpus - size * replicas,
+                    expert_parallel=expert_parallel,
+                )
+                found.append(_fit(config, facts, layout, usable))
+    return tuple(sorted(found, key=lambda fit: (not fit.fits, max(fit.server_bytes, fit.trainer_bytes))))
+
+
+def _divides(facts: ModelFacts, size: int, expert_parallel: bool) -> bool:
+    heads = facts.num_heads % size == 0 and (facts.num_kv_heads % size == 0 or size % facts.num_kv_heads == 0)
+    if expert_parallel:
+        return heads and facts.num_experts % size == 0
+    return heads and facts.moe_intermediate_size % (size * _NVFP4_BLOCK) == 0
+
+
+def _fit(config: Config, facts: ModelFacts, layout: Layout, usable: int | None) -> Fit:
+    parts = {
+        "server": server_bytes(config, facts, layout),
+        "trainer": trainer_bytes(config, facts, layout),
+    }
+    totals = {side: sum(content.values()) for side, content in parts.items()}
+    side = max(totals, key=lambda name: totals[name])
+    largest = max(parts[side], key=lambda name: parts[side][name])
+    share = "" if usable is None else f" at {totals[side] / usable:.0%} of what is usable"
+    return Fit(
+        layout=layout,
+        server_bytes=totals["server"],
+        trainer_bytes=totals["trainer"],
+        fits=None if usable is None else totals[side] <= usable,
+        binds=f"{side}{share}, most of it {largest}",
+        runs="the server is not started with expert parallelism" if layout.expert_parallel else "yes",
+    )

@@ -1,0 +1,215 @@
+"""Plans against what was measured, against models built with torch, and against arithmetic done by hand."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkrl.config.load import load
+from sparkrl.errors import CheckpointError, ConfigError
+from sparkrl.planning import make_plan, read_facts
+from sparkrl.planning.adapter import adapted_weights
+from sparkrl.planning.memory import Layout, server_bytes, trainer_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "recipes/quickstart/checkpoint"
+
+
+def config(*overrides: str):
+    return load(["recipe=quickstart", *overrides], check_paths=False)
+
+
+def reference(*overrides: str):
+    return load(["recipe=dapo_math", *overrides], check_paths=False)
+
+
+def test_checkpoint_bytes_equal_the_tensors_of_the_quickstart_file() -> None:
+    file = CHECKPOINT / "model.safetensors"
+    with file.open("rb") as content:
+        (length,) = struct.unpack("<Q", content.read(8))
+        header = json.loads(content.read(length))
+    header.pop("__metadata__", None)
+    tensors = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())
+    planned = make_plan(config()).checkpoint_bytes
+    assert planned == tensors
+    assert abs(planned / file.stat().st_size - 1) < 0.05
+
+
+def test_parameters_equal_those_of_the_model_built_by_torch() -> None:
+    import torch
+
+    from sparkrl.config.schema import LoraConfig
+    from sparkrl.lora.targets import add_adapter, resolve_targets
+    from sparkrl.models.registry import load_config
+
+    family, text_config = load_config(CHECKPOINT)
+    with torch.device("meta"):
+        model = family.build(text_config, torch.float32)
+        size = sum(p.numel() for p in model.parameters()) + sum(
+            buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
+        )
+        targets = resolve_targets(["attention", "latent", "experts"], family, model)
+        adapted = add_adapter(model, LoraConfig(), targets, family)
+    plan = make_plan(config())
+    assert sum(plan.parameters.values()) == size
+    assert plan.adapter["parameters"] == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def test_server_and_adapter_bytes_are_those_of_a_quickstart_run() -> None:
+    # summary.json of a run: trainable_parameters 1,703,936, adapter_model.safetensors 6,836,920 bytes and
+    # rollout/model_bytes 6,906,880. On CPU vLLM keeps its linear layers in a packed copy that is no parameter.
+    plan = make_plan(config())
+    assert plan.adapter["parameters"] == 1_703_936
+    assert abs(plan.adapter["bytes_per_swap"] / 6_836_920 - 1) < 0.05
+    linear = 4 * (plan.parameters["attention"] + plan.parameters["latent"])
+    assert plan.server["weights: experts"] + plan.server["weights: rest"] - linear == 6_906_880
+    assert plan.trainer["base shard"] == 4 * sum(plan.parameters.values())
+
+
+def test_published_shape_has_816b_parameters_and_42b_active() -> None:
+    plan = make_plan(reference())
+    parts = plan.parameters
+    assert parts["experts"] == 62 * 256 * 3 * 4096 * 4096
+    assert parts["attention"] == 62 * (3 * 8192 * 8192 + 2 * 8192 * 1024)
+    assert parts["latent"] == 62 * 2 * 8192 * 4096
+    without_tables = sum(parts.values()) - parts["embedding"] - parts["head"]
+    assert without_tables / 1e9 == pytest.approx(816.7, abs=0.1)
+    assert plan.active_parameters / 1e9 == pytest.approx(42.8, abs=0.1)
+    assert plan.adapter["parameters"] == 10_584_719_360
+    assert plan.replay["bytes_per_token"] == 62 * 8
+
+
+def test_published_shape_is_the_default_of_transformers() -> None:
+    from transformers import MuseSparkTextConfig
+
+    theirs = MuseSparkTextConfig()
+    raw = json.loads((ROOT / "sparkrl/planning/muse_spark_open.json").read_text())
+    ours = {name: value for name, value in raw.items() if name not in ("architectures", "dtype", "quantization_config")}
+    assert ours == {name: getattr(theirs, name) for name in ours}
+    facts = read_facts(reference())
+    assert facts.full_layers == theirs.layer_types.count("full_attention") == 16
+    assert (facts.sparse_layers, facts.quantized_layers) == (62, 60)
+
+
+def test_kv_at_a_million_tokens_is_a_quarter_of_all_full() -> None:
+    facts = read_facts(reference())
+    million = 1_000_000
+    assert facts.kv_share(million) == pytest.approx((16 * million + 46 * 2048) / (62 * million), rel=1e-12)
+    assert round(facts.kv_share(2**20), 2) == 0.26
+    assert facts.kv_share(2048) == 1.0
+    # one token of one layer: key and value, 16 heads of 64, bfloat16
+    assert facts.kv_bytes(1) == {"full": 16 * 4096, "sliding": 46 * 4096}
+    assert facts.kv_bytes(1, num_gpus=4) == {"full": 16 * 1024, "sliding": 46 * 1024}
+    assert facts.kv_bytes(1, num_gpus=64) == {"full": 16 * 256, "sliding": 46 * 256}  # heads cannot be divided
+
+
+def test_server_weights_over_four_gpus_match_the_sum_by_hand() -> None:
+    cfg = reference()
+    facts = read_facts(cfg)
+    found = server_bytes(cfg, facts, Layout(tensor_parallel=4, num_replicas=1, num_ranks=12))
+    layer = 3 * 256 * 4096 * 4096
+    nvfp4 = layer / 2 + layer / 16 + 8 * (2 * 256 + 256)
+    assert found["weights: experts"] == (60 * nvfp4 + 2 * layer * 2) / 4
+    # A of gate, up and down's B are whole on every GPU; the other three factors are divided
+    expert_slot = 62 * 256 * 32 * (2 * 4096 + 2 * 4096 / 4 + 4096 / 4 + 4096) * 2
+    attention_slot = 62 * 32 * (4 * 8192 + (2 * 8192 + 2 * 1024) / 4 + 8192 / 4 + 8192) * 2
+    latent_slot = 62 * 32 * 2 * (8192 + 4096) * 2
+    assert found["adapter slot"] == expert_slot + attention_slot + latent_slot
+    assert found["KV cache"] == 60 * 2**30
+
+
+def test_trainer_shard_is_that_of_the_rank_with_the_most_rows() -> None:
+    cfg = reference()
+    found = trainer_bytes(cfg, read_facts(cfg), Layout(tensor_parallel=4, num_replicas=1, num_ranks=12))
+    experts = 62 * 22 * 3 * 4096 * 4096 * 2  # 256 experts over 12 ranks: 22 on the first
+    assert 0 < found["base shard"] - experts < 4e9
+    assert found["gradients and AdamW"] == 3 * found["adapter"]
+
+
+def test_reference_run_fits_16_gb300_and_half_of_them_do_not() -> None:
+    plan = make_plan(reference())
+    assert plan.chosen.fits is True
+    assert plan.chosen.binds.startswith("trainer at ")
+    assert plan.kv["longest_sequences_held"] >= plan.kv["concurrency"] == 256
+    assert any(fit.layout == plan.chosen.layout and fit.fits for fit in plan.layouts)
+    half = make_plan(reference("cluster.num_gpus=8", "trainer.num_workers=4"))
+    assert half.chosen.fits is False
+    assert not any(fit.fits for fit in half.layouts)
+
+
+def test_layouts_divide_all_gpus_and_keep_scale_blocks_whole() -> None:
+    plan = make_plan(reference())
+    assert {fit.layout.num_gpus for fit in plan.layouts} == {16}
+    narrow = replace(read_facts(reference()), moe_intermediate_size=32)  # 2 blocks of 16: at most 2 GPUs
+    from sparkrl.planning.plan import _divides
+
+    assert [_divides(narrow, size, False) for size in (1, 2, 4)] == [True, True, False]
+    assert _divides(narrow, 4, True)
+
+
+def test_targets_of_the_adapter_change_its_parameters() -> None:
+    facts = read_facts(reference())
+    q_only = adapted_weights(reference("lora.targets=[self_attn.q_proj]"), facts)
+    assert sum(item.parameters for item in q_only) == 62 * 32 * (8192 + 8192)
+    with pytest.raises(ConfigError, match="`no_proj` is neither a group nor a module"):
+        adapted_weights(reference("lora.targets=[no_proj]"), facts)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must hold a JSON object, got: list"),
+        ('{"model_type": "llama"}', "unknown model family"),
+        ('{"model_type": "muse_spark_text", "num_hidden_layers": 0}', "`num_hidden_layers` must be a positive"),
+        ('{"model_type": "muse_spark_text", "num_hidden_layers": 2, "layer_types": ["x"]}', "1 entries for 2 layers"),
+    ],
+)
+def test_broken_config_json_is_explained(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message.replace("`", "`")):
+        make_plan(config(f"model.path={tmp_path}"))
+
+
+def test_missing_model_without_a_known_shape_is_explained() -> None:
+    with pytest.raises(ConfigError, match="`model.path` does not exist"):
+        make_plan(config("model.path=nowhere"))
+    with pytest.raises(ConfigError, match=r"no published shape named `moon`; there are: muse_spark_open"):
+        make_plan(config("model.path=nowhere", "model.shape=moon"))
+
+
+def test_dry_run_of_the_reference_prints_config_and_plan_in_time_and_without_torch() -> None:
+    code = (
+        "import sys; from sparkrl.cli import main; code = main(['train', 'recipe=dapo_math', '--dry-run']);"
+        "print(code, sorted({'torch', 'vllm', 'ray', 'verl', 'transformers'} & set(sys.modules)))"
+    )
+    started_s = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert time.perf_counter() - started_s < 5.0
+    assert result.stdout.splitlines()[-1] == "0 []"
+    assert "recipe_name: dapo_math" in result.stdout
+    assert "Plan: fits." in result.stdout
+
+
+def test_plan_command_gives_json_and_fails_when_it_does_not_fit(capsys) -> None:
+    from sparkrl.cli import main
+
+    assert main(["plan", "recipe=dapo_math", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["fits"] is True and content["adapter"]["bytes_per_swap"] == 4 * 10_584_719_360
+    assert main(["plan", "recipe=dapo_math", "cluster.gpu_memory_gb=80"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_training_still_wants_the_paths(capsys) -> None:
+    from sparkrl.cli import main
+
+    assert main(["train", "recipe=dapo_math"]) == 1
+    assert "`model.path` does not exist" in capsys.readouterr().err
