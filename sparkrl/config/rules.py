@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sparkrl.config.schema import Config, Device
+from sparkrl.config.schema import Config, Device, Precision
 from sparkrl.errors import ConfigError
 
 
@@ -168,14 +168,39 @@ def _check_devices(config: Config) -> None:
             )
         if config.rollout.tensor_parallel_size > 1:
             raise _wrong("rollout.tensor_parallel_size", "must be 1 on CPU", config.rollout.tensor_parallel_size)
+        if cluster.colocate:
+            raise ConfigError("`cluster.colocate` shares GPUs, but `cluster.device` is cpu", hint="leave it out on CPU")
         return
-    needed = servers + config.trainer.num_workers
-    if cluster.num_gpus != needed:
+    if cluster.colocate:
+        _check_colocation(config, servers)
+    elif cluster.num_gpus != (needed := servers + config.trainer.num_workers):
         raise ConfigError(
             f"`cluster.num_gpus` is {cluster.num_gpus}, but the run takes {needed}: "
             f"{config.rollout.num_replicas} servers of {config.rollout.tensor_parallel_size} GPUs and "
             f"{config.trainer.num_workers} trainer ranks",
             hint=f"set `cluster.num_gpus={needed}`, or other `rollout.num_replicas` or `trainer.num_workers`",
+        )
+    if config.rollout.dtype is not Precision.bfloat16 or config.trainer.dtype is not Precision.bfloat16:
+        raise ConfigError(
+            f"`rollout.dtype` ({config.rollout.dtype.value}) and `trainer.dtype` ({config.trainer.dtype.value}) must be "
+            "bfloat16 on CUDA\nThe server's expert kernels and the trainer's grouped products are made for it.",
+            hint="set `rollout.dtype=bfloat16 trainer.dtype=bfloat16`",
+        )
+
+
+def _check_colocation(config: Config, servers: int) -> None:
+    ranks = config.trainer.num_workers
+    if config.rollout.tensor_parallel_size > 1:
+        raise ConfigError(
+            "`cluster.colocate` puts a whole server on each GPU, but `rollout.tensor_parallel_size` is "
+            f"{config.rollout.tensor_parallel_size}",
+            hint="set `rollout.tensor_parallel_size=1`, or `cluster.colocate=false`",
+        )
+    if not servers == ranks == config.cluster.num_gpus:
+        raise ConfigError(
+            f"`cluster.colocate` puts one server and one trainer rank on each GPU, but there are {servers} servers, "
+            f"{ranks} trainer ranks and {config.cluster.num_gpus} GPUs",
+            hint="set `rollout.num_replicas`, `trainer.num_workers` and `cluster.num_gpus` to the same number",
         )
 
 

@@ -26,6 +26,10 @@ class Device(Enum):
     cuda = "cuda"
 
 
+COLOCATED_SHARE = 0.5
+"""Part of a GPU, by Ray's count, of a server and of a trainer rank that share it."""
+
+
 class OldLogProbs(Enum):
     """Which log-probs the importance ratio divides by."""
 
@@ -261,7 +265,10 @@ class ClusterConfig:
     address: str | None = None
     """Address of a running Ray cluster (`auto`, `ray://host:port`); None starts Ray on this machine."""
     num_gpus: int = 0
-    """GPUs the run takes in all: servers plus trainers."""
+    """GPUs the run takes in all: servers plus trainers, or either when they are colocated."""
+    colocate: bool = False
+    """Put a server and a trainer rank on each GPU. Both stay loaded: the server's share is its weights, adapter slots
+    and `rollout.kv_cache_gib`, the trainer takes the rest."""
     gpu_memory_gb: float = 0.0
     """Memory of one GPU as it is sold, GB of 10^9 bytes; 0 is unknown. Used by `sparkrl plan` alone."""
     object_store_gib: float = 0.5

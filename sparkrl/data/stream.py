@@ -33,6 +33,11 @@ class ProblemStream:
         """Number of the current epoch, from 0."""
         return self._epoch
 
+    @property
+    def remaining(self) -> int:
+        """Problems of the current epoch that have not been served."""
+        return len(self._order) - self._position
+
     def take(self, num_problems: int) -> tuple[Problem, ...]:
         """The next problems.
 

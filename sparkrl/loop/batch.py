@@ -13,11 +13,17 @@ from sparkrl.types import FinishReason, ScoredGroup, TrainBatch, TrainSequence
 
 
 def build_batch(
-    scored: Sequence[ScoredGroup], *, policy_version: int, temperature: float, advantage: Advantage
+    scored: Sequence[ScoredGroup],
+    *,
+    policy_version: int,
+    temperature: float,
+    advantage: Advantage,
+    overlong_filtering: bool = False,
 ) -> TrainBatch:
     """One training sequence a response, with the group's advantage on each of its tokens.
 
-    Responses the server gave up (`abort`) or left empty are left out after the advantages are computed.
+    Responses the server gave up (`abort`) or left empty are left out after the advantages are computed, with
+    `overlong_filtering` those that the budget cut off too.
 
     Raises:
         AdapterError: a response was sampled under another version than `policy_version`.
@@ -25,6 +31,7 @@ def build_batch(
     """
     rewards_PG = np.array([[score.reward for score in item.scores] for item in scored], dtype=np.float64)
     advantages_PG = group_advantages(rewards_PG, kind=advantage)
+    dropped = {FinishReason.ABORT, FinishReason.LENGTH} if overlong_filtering else {FinishReason.ABORT}
     sequences = []
     for item, advantages_G in zip(scored, advantages_PG, strict=True):
         for response, value in zip(item.group.responses, advantages_G, strict=True):
@@ -33,7 +40,7 @@ def build_batch(
                     f"response {response.uid} was sampled under adapter version {response.policy_version}, "
                     f"the trainer holds version {policy_version}"
                 )
-            if response.finish_reason is FinishReason.ABORT or len(response.token_ids) == 0:
+            if response.finish_reason in dropped or len(response.token_ids) == 0:
                 continue
             sequences.append(
                 TrainSequence(
@@ -46,6 +53,11 @@ def build_batch(
                 )
             )
     if not sequences:
+        if overlong_filtering:
+            raise DataError(
+                "every response of the step was cut off, aborted or empty; there is nothing to train on",
+                hint="raise `rollout.max_response_tokens`, or set `algorithm.overlong_filtering=false`",
+            )
         raise DataError("every response of the step was aborted or empty; there is nothing to train on")
     return TrainBatch(sequences=tuple(sequences), policy_version=policy_version, temperature=temperature)
 

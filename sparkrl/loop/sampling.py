@@ -36,27 +36,34 @@ async def sample_step(parts: Parts, step: int) -> Sampled:
     """
     cfg = parts.config
     wanted = cfg.loop.num_prompts
-    scored = await _sample(parts, parts.data.take(wanted), step)
+    passes = [await _sample(parts, parts.data.take(wanted), step)]
     if not cfg.algorithm.dynamic_sampling:
-        return _sampled(parts, scored, scored, {})
-    kept = tuple(item for item in scored if is_mixed(item))
-    refills = 0
-    while len(kept) < wanted and refills < cfg.algorithm.max_refills and parts.data.remaining:
+        return _sampled(parts, passes, passes[0].scored, {})
+    kept = passes[0].mixed
+    while len(kept) < wanted and len(passes) <= cfg.algorithm.max_refills and parts.data.remaining:
         missing = min(wanted - len(kept), parts.data.remaining)
-        more = await _sample(parts, parts.data.take(missing), step)
-        scored += more
-        kept += tuple(item for item in more if is_mixed(item))
-        refills += 1
-    figures = {"rollout/refills": float(refills), "rollout/kept_groups": float(len(kept))}
-    return _sampled(parts, kept or scored[:wanted], scored, figures)
+        passes.append(await _sample(parts, parts.data.take(missing), step))
+        kept += passes[-1].mixed
+    figures = {"rollout/refills": float(len(passes) - 1), "rollout/kept_groups": float(len(kept))}
+    return _sampled(parts, passes, kept or passes[0].scored, figures)
 
 
 def is_mixed(item: ScoredGroup) -> bool:
-    """Whether a group has right and wrong responses. Verdicts count, not rewards: length alone is no reason to learn."""
+    """Whether a group has right and wrong responses. Verdicts count and not rewards, which differ by length too."""
     return len({score.correct for score in item.scores}) == 2
 
 
-async def _sample(parts: Parts, problems: tuple[Problem, ...], step: int) -> tuple[ScoredGroup, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    scored: tuple[ScoredGroup, ...]
+    reward_metrics: dict[str, float]
+
+    @property
+    def mixed(self) -> tuple[ScoredGroup, ...]:
+        return tuple(item for item in self.scored if is_mixed(item))
+
+
+async def _sample(parts: Parts, problems: tuple[Problem, ...], step: int) -> _Pass:
     cfg = parts.config
     with parts.telemetry.stage("rollout"):
         groups = await parts.rollout.sample(
@@ -69,15 +76,30 @@ async def _sample(parts: Parts, problems: tuple[Problem, ...], step: int) -> tup
             seed=parts.sampling_seed(step),
         )
     with parts.telemetry.stage("reward"):
-        return await parts.rewarder.score(groups)
+        scored = await parts.rewarder.score(groups)
+    return _Pass(scored=scored, reward_metrics=parts.rewarder.metrics())
 
 
-def _sampled(
-    parts: Parts, kept: tuple[ScoredGroup, ...], scored: tuple[ScoredGroup, ...], figures: dict[str, float]
-) -> Sampled:
+def _sampled(parts: Parts, passes: list[_Pass], kept: tuple[ScoredGroup, ...], figures: dict[str, float]) -> Sampled:
     cfg = parts.config
     budget = cfg.rollout.max_response_tokens
-    everything, components = shape(scored, cfg.reward, max_response_tokens=budget)
+    everything, components = shape(
+        [item for one in passes for item in one.scored], cfg.reward, max_response_tokens=budget
+    )
     chosen, _ = shape(kept, cfg.reward, max_response_tokens=budget)
-    metrics = rollout_metrics(everything) | components | figures | parts.rewarder.metrics()
-    return Sampled(kept=chosen, all=everything, metrics=metrics)
+    return Sampled(
+        kept=chosen,
+        all=everything,
+        metrics=rollout_metrics(everything) | components | figures | _reward_metrics(passes),
+    )
+
+
+def _reward_metrics(passes: list[_Pass]) -> dict[str, float]:
+    """Counts add up; the fraction is weighted by what each pass scored."""
+    total = sum(len(one.scored) for one in passes)
+    merged: dict[str, float] = {}
+    for one in passes:
+        for name, value in one.reward_metrics.items():
+            weight = len(one.scored) / total if name == "rollout/extraction_failures" else 1.0
+            merged[name] = merged.get(name, 0.0) + weight * value
+    return merged

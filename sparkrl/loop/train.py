@@ -39,7 +39,8 @@ async def run_loop(parts: Parts, cfg: Config, interrupt: Interrupt) -> None:
                     sampled.kept,
                     policy_version=step,
                     temperature=cfg.rollout.temperature,
-                    algorithm=cfg.algorithm,
+                    advantage=cfg.algorithm.advantage,
+                    overlong_filtering=cfg.algorithm.overlong_filtering,
                 )
                 result = await parts.trainer.step(batch)
             with telemetry.stage("swap"):

@@ -43,7 +43,7 @@ class ExpertsLora(nn.Module, LoraLayer):
         return None, None  # two weights, so no single pair of widths
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         num_experts, width, inner = base.num_experts, base.hidden_dim, base.intermediate_dim
         shapes = {
             "lora_gate_up_A": (num_experts, r, width),
@@ -62,7 +62,7 @@ class ExpertsLora(nn.Module, LoraLayer):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As `Experts.forward`: [T, H], int64 [T, K], float32 [T, K] -> [T, H]."""
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
         if self.disable_adapters:
             return base(hidden_states, top_k_index, top_k_weights)
         rows = GroupedRows.sort(top_k_index, base.num_experts)

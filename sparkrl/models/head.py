@@ -77,7 +77,7 @@ class _Head(torch.autograd.Function):
             if with_entropy:
                 entropy_C1 = -(p_CV * log_p_CV).sum(-1, keepdim=True)
                 entropy_T[part] = entropy_C1[:, 0]
-            if not keep:
+            if slope_TH is None:
                 continue
             # d logit / d (head output), the soft cap's slope included
             cap_slope_CV = (1 - squashed_CV.square()) * (multiplier / temperature)

@@ -49,19 +49,18 @@ def check_config(config: MuseSparkTextConfig, extra: dict[str, Any] | None = Non
             _refuse(field, f"{len(value)} entries", f"one entry for each of the {num_layers} layers")
         if unknown := set(value) - allowed:
             _refuse(field, sorted(unknown), f"each entry is one of {sorted(allowed)}")
-    if len(config.layer_rope_theta) != num_layers:
-        _refuse(
-            "layer_rope_theta", f"{len(config.layer_rope_theta)} entries", f"one for each of the {num_layers} layers"
-        )
-    thetas = {float(theta) for theta in config.layer_rope_theta if theta}
+    layer_thetas = config.layer_rope_theta or []
+    if len(layer_thetas) != num_layers:
+        _refuse("layer_rope_theta", f"{len(layer_thetas)} entries", f"one for each of the {num_layers} layers")
+    thetas = {float(theta) for theta in layer_thetas if theta}
     if len(thetas) > 1:
         _refuse("layer_rope_theta", sorted(thetas), "0 (no rotary embedding) or one common value")
     rope = config.rope_parameters or {}
     if rope.get("rope_type", "default") != "default":
         _refuse("rope_parameters.rope_type", rope["rope_type"], "`default`")
-    if thetas and thetas != {float(rope.get("rope_theta", 0.0))}:
+    if thetas and thetas != {float(rope.get("rope_theta") or 0.0)}:
         _refuse("rope_parameters.rope_theta", rope.get("rope_theta"), f"equal to layer_rope_theta ({thetas.pop()})")
-    if "sliding_attention" in config.layer_types and not config.sliding_window:
+    if "sliding_attention" in (config.layer_types or []) and not config.sliding_window:
         _refuse("sliding_window", config.sliding_window, "a positive number of tokens")
     shared = (extra or {}).get("num_shared_experts", getattr(config, "num_shared_experts", 0))
     if shared:
@@ -96,7 +95,7 @@ def _rms(x: Tensor, eps: float) -> Tensor:
 class CenteredNorm(hf.MuseSparkTextCenteredRMSNorm):
     """`x / rms(x) * (1 + w)` in float32, rounded once, to `dtype`."""
 
-    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
         return (_rms(x, self.eps) * (1.0 + self.weight.float())).to(dtype)
 
 
@@ -110,7 +109,7 @@ class InputScaledNorm(hf.MuseSparkTextInputScaledRMSNorm):
 class FinalNorm(hf.MuseSparkRMSNorm):
     """`x / rms(x) * w` in float32, rounded once, to `dtype`."""
 
-    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
         return (_rms(x, self.eps) * self.weight.float()).to(dtype)
 
 
@@ -279,15 +278,15 @@ class DecoderLayer(hf.MuseSparkTextDecoderLayer):
 class MuseSparkTextDecoder(hf.MuseSparkPreTrainedModel):
     """Embedding, layers and final norm; the names of transformers' MuseSparkTextModel."""
 
-    config: MuseSparkTextConfig
-    _no_split_modules = ("DecoderLayer",)
+    config: MuseSparkTextConfig  # type: ignore[assignment]
+    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 - the base class declares a list
 
     def __init__(self, config: MuseSparkTextConfig) -> None:
         super().__init__(config)
         self.embed_tokens = NormedEmbedding(config)
         self.layers = nn.ModuleList([DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = FinalNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = hf.MuseSparkTextRotaryEmbedding(config)
+        self.rotary_emb = hf.MuseSparkTextRotaryEmbedding(config)  # type: ignore[arg-type]
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -343,7 +342,7 @@ class MuseSparkTextDecoder(hf.MuseSparkPreTrainedModel):
 class MuseSparkModel(hf.MuseSparkPreTrainedModel):
     """Holds the decoder under `language_model`, so that every name equals the checkpoint's."""
 
-    config: MuseSparkTextConfig
+    config: MuseSparkTextConfig  # type: ignore[assignment]
 
     def __init__(self, config: MuseSparkTextConfig) -> None:
         super().__init__(config)
@@ -407,8 +406,8 @@ class MuseSparkForCausalLM(hf.MuseSparkPreTrainedModel, GenerationMixin):
     at each sequence.
     """
 
-    config: MuseSparkTextConfig
-    _no_split_modules = ("DecoderLayer",)
+    config: MuseSparkTextConfig  # type: ignore[assignment]
+    _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 - the base class declares a list
 
     def __init__(self, config: MuseSparkTextConfig) -> None:
         check_config(config)

@@ -10,7 +10,8 @@ from sparkrl.types import ScoredGroup
 
 
 def overlong_penalty(num_tokens: int, *, budget: int, buffer: int, penalty: float) -> float:
-    """What a response's length costs: nothing up to `budget - buffer` tokens, then in proportion, `penalty` at the budget.
+    """What a response's length costs: nothing up to `budget - buffer` tokens, `penalty` at the budget, in proportion
+    between the two.
 
     Returns:
         Reward points, at most 0.

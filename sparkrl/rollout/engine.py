@@ -82,17 +82,20 @@ class RolloutServer:
         plugin.register()
         if plugin.report()["error"]:
             raise AdapterError(str(plugin.report()["error"]))
-        if self.spec.device != "cpu":
-            raise WorkerError(
-                "LoRA on Muse Spark is served on CPU only so far: vLLM 0.33 on CUDA refuses adapters for this model",
-                hint="set `cluster.device=cpu`",
-            )
         # vLLM would start a Python process of its own to look at a class that is registered by name only.
-        from sparkrl.rollout.plugin.model import MuseSparkForCausalLM
+        settings = self.spec.engine_arguments()
+        if self.spec.device == "cpu":
+            from sparkrl.rollout.plugin.model import MuseSparkForCausalLM
 
-        ModelRegistry.register_model(ARCHITECTURE, MuseSparkForCausalLM)
-        # The trainer's adapter is float32 in either compute type, and so is its product here.
-        settings = {**self.spec.engine_arguments(), "lora_dtype": torch.float32, "hf_overrides": adapt}
+            ModelRegistry.register_model(ARCHITECTURE, MuseSparkForCausalLM)
+            # The trainer's adapter is float32 in either compute type, and so is its product here.
+            settings |= {"lora_dtype": torch.float32, "load_format": "sparkrl", "hf_overrides": adapt}
+        else:
+            from sparkrl.rollout.plugin.cuda import form
+            from sparkrl.rollout.plugin.cuda.model import MuseSparkTextForCausalLM
+
+            ModelRegistry.register_model(ARCHITECTURE, MuseSparkTextForCausalLM)
+            settings |= form.load_arguments(self.spec.model_path, self.spec.tensor_parallel_size)
         arguments = AsyncEngineArgs(**settings)
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._config = self._engine.model_config.hf_config

@@ -48,7 +48,7 @@ class RolloutPool:
         on_gpu = cfg.cluster.device is Device.cuda
         actor_class = ray.remote(RolloutServer).options(
             num_cpus=1,
-            num_gpus=spec.tensor_parallel_size if on_gpu else 0,
+            num_gpus=spec.tensor_parallel_size * spec.gpu_share if on_gpu else 0,
             max_restarts=0,
             runtime_env={"env_vars": spec.environment()},
         )

@@ -36,7 +36,7 @@ def check_reports(reports: list[dict[str, Any]], spec: ServerSpec) -> None:
         AdapterError: names the rank and the part.
     """
     for report in reports:
-        lacking = [name for name in plugin.PATCHES if not report[name]]
+        lacking = [name for name in report["required"] if not report[name]]
         if not report["route_connector"]:
             lacking.append("route connector")
         if not report["model_class"].startswith("sparkrl."):

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sparkrl.config.schema import Config, Device
+from sparkrl.config.schema import COLOCATED_SHARE, Config, Device
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks vLLM allocates buffers for."""
 _BLOCK_TOKENS = 32
 """Tokens a key-value block holds on CPU: what the attention kernel prefers, and short enough to share prompts."""
+_GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Batch sizes that decode graphs are captured for, up to the server's own limit."""
+_MIN_FREE_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,8 @@ class ServerSpec:
     request_timeout_s: float
     seed: int
     device: str
+    gpu_share: float = 1.0
+    """Part of each GPU that is the server's by Ray's count; below 1 when a trainer rank shares it."""
 
     @classmethod
     def from_config(cls, cfg: Config, model_path: str) -> ServerSpec:
@@ -48,6 +53,7 @@ class ServerSpec:
             request_timeout_s=rollout.request_timeout_s,
             seed=cfg.seed,
             device=cfg.cluster.device.value,
+            gpu_share=COLOCATED_SHARE if cfg.cluster.colocate else 1.0,
         )
 
     def environment(self) -> dict[str, str]:
@@ -74,15 +80,12 @@ class ServerSpec:
         return {
             "model": self.model_path,
             "dtype": self.dtype,
-            "load_format": "sparkrl",
             "tensor_parallel_size": self.tensor_parallel_size,
             "max_model_len": self.max_tokens,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "kv_cache_memory_bytes": self.kv_cache_bytes,
-            "block_size": _BLOCK_TOKENS,
             "seed": self.seed,
-            "enforce_eager": True,
             "enable_prefix_caching": True,
             "enable_return_routed_experts": True,
             # Of the distribution that was sampled from: after the temperature.
@@ -93,4 +96,26 @@ class ServerSpec:
             "max_lora_rank": rank,
             "disable_log_stats": True,
             "worker_extension_cls": "sparkrl.rollout.plugin.worker.WorkerExtension",
+            **(self._cpu_arguments() if self.device == Device.cpu.value else self._cuda_arguments()),
+        }
+
+    def _cpu_arguments(self) -> dict[str, Any]:
+        return {"block_size": _BLOCK_TOKENS, "enforce_eager": True}
+
+    def _cuda_arguments(self) -> dict[str, Any]:
+        sizes = [size for size in _GRAPH_SIZES if size < self.max_num_seqs]
+        return {
+            # Memory for keys and values is set in bytes; vLLM only checks that this share of the GPU is free at start,
+            # which it is not when a trainer shares the GPU.
+            "gpu_memory_utilization": _MIN_FREE_SHARE,
+            # Decode steps as CUDA graphs (a step of a small model is otherwise bound by its launches); no compiler:
+            # the model class opts out of it.
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [*sizes, self.max_num_seqs],
+            },
+            "attention_config": {"backend": "FLASH_ATTN"},
+            # What of the served model can carry an adapter, in vLLM's names.
+            "lora_target_modules": ["qkv_proj", "o_proj", "pooler", "unpooler", "experts"],
         }

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from sparkrl.config.schema import Config, Device, OldLogProbs
+from sparkrl.config.schema import COLOCATED_SHARE, Config, Device, OldLogProbs
 from sparkrl.errors import DataError, SparkrlError, WorkerError
 from sparkrl.models.registry import RoutingShape, load_config
 from sparkrl.models.routes import validate_routes
@@ -56,7 +56,7 @@ class TrainerGroup:
         threads = str(trainer.num_threads)
         actor = ray.remote(TrainerWorker).options(
             num_cpus=1,
-            num_gpus=0 if cfg.cluster.device is Device.cpu else 1,
+            num_gpus=_gpus_of_a_rank(cfg),
             max_restarts=0,
             runtime_env={
                 "env_vars": {
@@ -301,6 +301,12 @@ class TrainerGroup:
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
         raise self._failure
+
+
+def _gpus_of_a_rank(cfg: Config) -> float:
+    if cfg.cluster.device is Device.cpu:
+        return 0
+    return COLOCATED_SHARE if cfg.cluster.colocate else 1
 
 
 async def _settle(ref: Any) -> Any:

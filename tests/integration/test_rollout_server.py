@@ -207,6 +207,9 @@ def test_two_bf16_replicas_one_killed_gives_worker_error_and_no_stray_process(cl
         first = run(pool.sample(problems, **SAMPLING))
         assert [group.problem.uid for group in first] == [problem.uid for problem in problems]
         assert bits(run(pool.sample(problems, **SAMPLING))) == bits(first)
+        # Two servers, started apart, answer the same problem with the same bits.
+        one, other = run(pool.sample([problems[0], problems[0]], **SAMPLING))
+        assert bits([one]) == bits([other])
         replicas = pool.info["rollout/replicas"]
         pids = [pid for replica in replicas for pid in (replica["pid"], *replica["engine_pids"])]
         assert all(replica["engine_pids"] for replica in replicas)

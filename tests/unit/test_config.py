@@ -77,7 +77,7 @@ def test_wrong_override_is_explained(overrides: list[str], message: str, hint: s
 
 
 def test_every_yaml_file_states_known_keys_only() -> None:
-    small = ("quickstart", "laptop", "reference", "attention_only", "experts_only")
+    small = ("quickstart", "laptop", "gpu1", "reference", "attention_only", "experts_only")
     for group, options in loading.groups().items():
         for option in options:
             # lengths and GPUs of the large recipes do not suit the small one

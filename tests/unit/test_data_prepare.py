@@ -101,7 +101,9 @@ def test_aime_2024_of_30_problems_32_times_over_becomes_30(tmp_path: Path) -> No
     out = tmp_path / "aime.parquet"
     prepared = prepare("aime2024", source=str(write(tmp_path / "raw.parquet", rows)), out=out)
     assert prepared.counts == {"rows": 960, "duplicate": 930, "kept": 30}
-    assert [row["reward_model"]["ground_truth"] for row in pq.read_table(out).to_pylist()] == [str(i) for i in range(30)]
+    assert [row["reward_model"]["ground_truth"] for row in pq.read_table(out).to_pylist()] == [
+        str(i) for i in range(30)
+    ]
 
 
 def test_aime_2025_with_problem_and_answer_columns_is_converted(tmp_path: Path) -> None:
@@ -150,10 +152,14 @@ def test_broken_sources_are_explained_and_an_older_file_is_kept(tmp_path: Path, 
 
 
 def test_published_data_set_without_a_network_says_what_to_do(tmp_path: Path) -> None:
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-m", "sparkrl.cli", "data", "prepare", "dapo_math", "--out", str(tmp_path / "x.parquet")],
-        capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env=offline,
+    )
     assert result.returncode == 1
     assert "cannot read the data set BytedTsinghua-SIA/DAPO-Math-17k" in result.stderr
     assert "--source FILE" in result.stderr and "Traceback" not in result.stderr

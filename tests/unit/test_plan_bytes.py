@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import struct
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -179,7 +179,7 @@ def test_broken_config_json_is_explained(content: str, message: str, tmp_path: P
 
 
 def test_missing_model_without_a_known_shape_is_explained() -> None:
-    with pytest.raises(ConfigError, match="`model.path` does not exist"):
+    with pytest.raises(ConfigError, match=r"`model\.path` does not exist"):
         make_plan(config("model.path=nowhere"))
     with pytest.raises(ConfigError, match=r"no published shape named `moon`; there are: muse_spark_open"):
         make_plan(config("model.path=nowhere", "model.shape=moon"))
@@ -190,9 +190,11 @@ def test_dry_run_of_the_reference_prints_config_and_plan_in_time_and_without_tor
         "import sys; from sparkrl.cli import main; code = main(['train', 'recipe=dapo_math', '--dry-run']);"
         "print(code, sorted({'torch', 'vllm', 'ray', 'verl', 'transformers'} & set(sys.modules)))"
     )
-    started_s = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
-    assert time.perf_counter() - started_s < 5.0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # of a processor's time, so that a busy machine does not fail it
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5.0
     assert result.stdout.splitlines()[-1] == "0 []"
     assert "recipe_name: dapo_math" in result.stdout
     assert "Plan: fits." in result.stdout

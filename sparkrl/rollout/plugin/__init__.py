@@ -6,15 +6,17 @@ serve when anything is missing.
 
 On CPU, with the versions of `versions.py`: the model class, the checkpoint loader, and three patches
 (`route_capture`, `seeded_sampling`, `punica`). Expert LoRA needs no patch (`experts.py` subclasses at vLLM's own
-extension points), and neither do in-memory adapters (`worker.py` fills vLLM's adapter manager). On CUDA nothing is
-changed yet: vLLM 0.33 serves Muse Spark itself, without LoRA.
+extension points), and neither do in-memory adapters (`worker.py` fills vLLM's adapter manager). On CUDA vLLM serves
+Muse Spark itself, and `cuda/` adds the adapters.
 """
 
 from __future__ import annotations
 
 from sparkrl.errors import VersionError
+from sparkrl.rollout.plugin import cuda
 
 PATCHES = ("route_capture", "seeded_sampling", "punica")
+"""On CPU; those on CUDA are `cuda.PATCHES`."""
 _state: dict[str, str | None] = {"error": None, "registered": None}
 
 
@@ -25,38 +27,51 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     _state["registered"] = current_platform.device_type
-    if not current_platform.is_cpu():
-        return
+    try:
+        if current_platform.is_cpu():
+            _register_cpu()
+        elif current_platform.is_cuda():
+            cuda.apply()
+    except VersionError as error:
+        # Raising would only be logged. The engine reads this and raises it where the user sees it.
+        _state["error"] = str(error)
+
+
+def _register_cpu() -> None:
     from vllm import ModelRegistry
 
     from sparkrl.rollout.plugin import punica, route_capture, seeded_sampling
     from sparkrl.rollout.plugin.hf_config import ARCHITECTURE
 
-    try:
-        # By name: importing the model here would pull vLLM's layers into processes that never build it.
-        ModelRegistry.register_model(ARCHITECTURE, "sparkrl.rollout.plugin.model:MuseSparkForCausalLM")
-        import sparkrl.rollout.plugin.loader  # noqa: F401 - registers the load format
+    # By name: importing the model here would pull vLLM's layers into processes that never build it.
+    ModelRegistry.register_model(ARCHITECTURE, "sparkrl.rollout.plugin.model:MuseSparkForCausalLM")
+    import sparkrl.rollout.plugin.loader  # noqa: F401 - registers the load format
 
-        route_capture.apply()
-        seeded_sampling.apply()
-        punica.apply()
-    except VersionError as error:
-        # Raising would only be logged. The engine reads this and raises it where the user sees it.
-        _state["error"] = str(error)
+    route_capture.apply()
+    seeded_sampling.apply()
+    punica.apply()
 
 
 def report() -> dict[str, object]:
     """What is in place in this process.
 
     Returns:
-        `platform`, `registered` (bool), `error` (message or None), and one bool for each of `PATCHES`.
+        `platform`, `registered` (bool), `error` (message or None), `required` (names of what this platform needs), and
+        one bool for each of these.
     """
+    required = cuda.PATCHES if _state["registered"] == "cuda" else PATCHES
     found: dict[str, object] = {
         "platform": _state["registered"],
         "registered": _state["registered"] is not None,
         "error": _state["error"],
+        "required": required,
+        **dict.fromkeys(required, False),
     }
-    if _state["registered"] == "cpu" and _state["error"] is None:
+    if _state["error"] is not None:
+        return found
+    if _state["registered"] == "cuda":
+        found.update(cuda.report())
+    elif _state["registered"] == "cpu":
         from sparkrl.rollout.plugin import punica, route_capture, seeded_sampling
 
         found.update(
@@ -64,6 +79,4 @@ def report() -> dict[str, object]:
             seeded_sampling=seeded_sampling.is_applied(),
             punica=punica.is_applied(),
         )
-    else:
-        found.update(dict.fromkeys(PATCHES, False))
     return found

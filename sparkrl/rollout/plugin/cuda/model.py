@@ -1,0 +1,29 @@
+"""Muse Spark's text model under the checkpoint's names, on vLLM's own layers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.models.muse_spark.common.layers import MuseSpark1xNormPreservingResidualConnection
+from vllm.models.muse_spark.common.omni import OMNI_WEIGHTS_MAPPER
+from vllm.models.muse_spark.nvidia.model import MuseSpark1xForCausalLM
+
+
+class MuseSparkTextForCausalLM(MuseSpark1xForCausalLM):
+    """Stock's class, which maps no names and loads the float32 residual gates as bfloat16."""
+
+    hf_to_vllm_mapper = MuseSpark1xForCausalLM.hf_to_vllm_mapper | OMNI_WEIGHTS_MAPPER
+    is_3d_moe_weight: ClassVar[bool] = True
+    """Expert adapters come fused, in PEFT's layout: one view a tensor, no loop over experts."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "", layer_type: Any = None) -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
+        self.packed_modules_mapping = {
+            **self.packed_modules_mapping,
+            "qkv_proj": ["q_proj", "k_proj", "v_proj", "gate_proj"],
+        }
+        for module in self.modules():
+            if isinstance(module, MuseSpark1xNormPreservingResidualConnection):
+                # read once, into float32 constants: the parameter's type is all that rounds them
+                module.gate = torch.nn.Parameter(module.gate.data.float(), requires_grad=False)
