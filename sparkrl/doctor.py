@@ -108,7 +108,14 @@ def _plugin() -> Iterator[Finding]:
         yield Finding("vLLM plugin", Verdict.FAIL, "entry point missing", "pip install --no-deps -e .")
         return
     entries[0].load()()
-    yield Finding("vLLM plugin", Verdict.OK, f"{entries[0].value} loads and applies")
+    from sparkrl.rollout.plugin import report
+
+    live = report()
+    missing = [name for name in live["required"] if not live[name]]
+    if live["error"] or missing:  # register() itself never raises: vLLM would log it and go on without the plugin
+        yield Finding("vLLM plugin", Verdict.FAIL, str(live["error"] or f"not in place: {', '.join(missing)}"), "make clean setup")
+    else:
+        yield Finding("vLLM plugin", Verdict.OK, f"{entries[0].value} loads and applies")
 
 
 def _devices() -> Iterator[Finding]:

@@ -182,8 +182,8 @@ def _check_devices(config: Config) -> None:
         )
     if config.rollout.dtype is not Precision.bfloat16 or config.trainer.dtype is not Precision.bfloat16:
         raise ConfigError(
-            f"`rollout.dtype` ({config.rollout.dtype.value}) and `trainer.dtype` ({config.trainer.dtype.value}) must be "
-            "bfloat16 on CUDA\nThe server's expert kernels and the trainer's grouped products are made for it.",
+            f"`rollout.dtype` ({config.rollout.dtype.value}) and `trainer.dtype` ({config.trainer.dtype.value}) must "
+            "be bfloat16 on CUDA\nThe server's expert kernels and the trainer's grouped products are made for it.",
             hint="set `rollout.dtype=bfloat16 trainer.dtype=bfloat16`",
         )
 

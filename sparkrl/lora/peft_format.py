@@ -118,7 +118,7 @@ def pack(tensors: Mapping[str, Tensor], config: Mapping[str, Any], version: int)
         buffer=buffer,
         manifest=tuple(specs),
         config=dict(config),
-        checksum=xxhash.xxh3_64(buffer).hexdigest(),
+        checksum=_checksum(buffer),
     )
 
 
@@ -128,7 +128,7 @@ def unpack(adapter: Adapter) -> dict[str, Tensor]:
     Raises:
         AdapterError: the buffer does not have the checksum it was sent with.
     """
-    found = xxhash.xxh3_64(np.ascontiguousarray(adapter.buffer)).hexdigest()
+    found = _checksum(np.ascontiguousarray(adapter.buffer))
     if found != adapter.checksum:
         raise AdapterError(f"adapter version {adapter.version} arrived damaged: {found}, expected {adapter.checksum}")
     out = {}
@@ -138,6 +138,10 @@ def unpack(adapter: Adapter) -> dict[str, Tensor]:
         raw = torch.from_numpy(adapter.buffer[spec.offset : spec.offset + size].copy())
         out[spec.name] = raw.view(dtype).view(spec.shape)
     return out
+
+
+def _checksum(buffer: np.ndarray) -> str:
+    return xxhash.xxh3_64(buffer.data).hexdigest()
 
 
 def save_adapter(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

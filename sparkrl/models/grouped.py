@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# torch 2.11, which CUDA hosts may have, may know it by its older name only
+_grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedRows:
@@ -66,7 +69,7 @@ def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, rows: GroupedRows) -> Tenso
     """
     # the kernels want rows of a multiple of 16 bytes; a rank of 4 in bfloat16 has 8
     if all(width * x_NI.element_size() % 16 == 0 for width in weight_EOI.shape[1:]):
-        return F.grouped_mm(x_NI, weight_EOI.transpose(-2, -1), offs=rows.offsets_E)
+        return _grouped_mm(x_NI, weight_EOI.transpose(-2, -1), offs=rows.offsets_E)
     ends = rows.offsets_E.tolist()
     parts = zip([0, *ends], ends, weight_EOI, strict=False)
     return torch.cat([x_NI[start:end] @ weight.T for start, end, weight in parts])

@@ -10,7 +10,6 @@ Source: transformers/models/muse_spark, and vllm/models/muse_spark of vLLM 0.33.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,65 +25,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.muse_spark import modeling_muse_spark as hf
 
-from sparkrl.errors import CheckpointError
 from sparkrl.models.grouped import GroupedRows, grouped_linear
 from sparkrl.models.head import token_log_probs
+from sparkrl.models.muse_spark_config import check_config
 from sparkrl.models.packing import PackedRows, packed_attention
-
-
-def check_config(config: MuseSparkTextConfig, extra: dict[str, Any] | None = None) -> None:
-    """Refuse a config that breaks one of the family's rules.
-
-    Args:
-        config: the text config.
-        extra: fields of config.json that transformers does not know (`num_shared_experts`).
-    Raises:
-        CheckpointError: naming the field, its value and the rule.
-    """
-    num_layers = config.num_hidden_layers
-    kinds = {"layer_types": {"full_attention", "sliding_attention"}, "mlp_layer_types": {"sparse", "dense"}}
-    for field, allowed in kinds.items():
-        value = getattr(config, field)
-        if len(value) != num_layers:
-            _refuse(field, f"{len(value)} entries", f"one entry for each of the {num_layers} layers")
-        if unknown := set(value) - allowed:
-            _refuse(field, sorted(unknown), f"each entry is one of {sorted(allowed)}")
-    layer_thetas = config.layer_rope_theta or []
-    if len(layer_thetas) != num_layers:
-        _refuse("layer_rope_theta", f"{len(layer_thetas)} entries", f"one for each of the {num_layers} layers")
-    thetas = {float(theta) for theta in layer_thetas if theta}
-    if len(thetas) > 1:
-        _refuse("layer_rope_theta", sorted(thetas), "0 (no rotary embedding) or one common value")
-    rope = config.rope_parameters or {}
-    if rope.get("rope_type", "default") != "default":
-        _refuse("rope_parameters.rope_type", rope["rope_type"], "`default`")
-    if thetas and thetas != {float(rope.get("rope_theta") or 0.0)}:
-        _refuse("rope_parameters.rope_theta", rope.get("rope_theta"), f"equal to layer_rope_theta ({thetas.pop()})")
-    if "sliding_attention" in (config.layer_types or []) and not config.sliding_window:
-        _refuse("sliding_window", config.sliding_window, "a positive number of tokens")
-    shared = (extra or {}).get("num_shared_experts", getattr(config, "num_shared_experts", 0))
-    if shared:
-        _refuse("num_shared_experts", shared, "0")
-    if config.hidden_act != "silu":
-        _refuse("hidden_act", config.hidden_act, "`silu`")
-    if config.attention_bias:
-        _refuse("attention_bias", config.attention_bias, "false")
-    if config.num_attention_heads % config.num_key_value_heads:
-        _refuse("num_key_value_heads", config.num_key_value_heads, f"a divisor of {config.num_attention_heads} heads")
-    if config.head_dim % 2:
-        _refuse("head_dim", config.head_dim, "even, for the rotary embedding")
-    if not 1 <= config.num_experts_per_tok <= config.num_local_experts:
-        _refuse("num_experts_per_tok", config.num_experts_per_tok, f"between 1 and {config.num_local_experts} experts")
-    for field in ("final_logit_softcapping", "residual_gate_temperature", "qk_scale_factor", "output_multiplier"):
-        value = getattr(config, field)
-        if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-            _refuse(field, value, "a positive number")
-    if config.tie_word_embeddings:
-        _refuse("tie_word_embeddings", config.tie_word_embeddings, "false; this family stores its own lm_head.weight")
-
-
-def _refuse(field: str, value: object, rule: str) -> None:
-    raise CheckpointError(f"config.json: `{field}` of a muse_spark model must be: {rule}; got: {value}")
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:
@@ -183,7 +127,8 @@ class Experts(hf.MuseSparkExperts):
         """
         rows = GroupedRows.sort(top_k_index, self.num_experts)
         x_NH = rows.gather(hidden_states)
-        h_NI = self._apply_gate(grouped_linear(x_NH, self.gate_up_proj, rows))
+        gate, up = grouped_linear(x_NH, self.gate_up_proj, rows).chunk(2, dim=-1)
+        h_NI = self.act_fn(gate) * up
         return self.combine(grouped_linear(h_NI, self.down_proj, rows), rows, top_k_weights)
 
     def combine(self, y_NH: Tensor, rows: GroupedRows, top_k_weights: Tensor) -> Tensor:
@@ -258,7 +203,7 @@ class DecoderLayer(hf.MuseSparkTextDecoderLayer):
     def __init__(self, config: MuseSparkTextConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.self_attn = Attention(config, layer_idx)
-        if config.mlp_layer_types[layer_idx] == "sparse":
+        if (config.mlp_layer_types or [])[layer_idx] == "sparse":
             self.mlp = MoE(config)
         self.input_layernorm = CenteredNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.pre_feedforward_layernorm = CenteredNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -306,6 +251,7 @@ class MuseSparkTextDecoder(hf.MuseSparkPreTrainedModel):
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + seen).unsqueeze(0)
         packed, masks = None, {}
+        kinds, thetas = self.config.layer_types or [], self.config.layer_rope_theta or []
         if input_ids.shape[0] == 1 and attention_mask is None and past_key_values is None and self._attends_densely:
             packed = PackedRows.from_position_ids(position_ids)
         else:
@@ -317,10 +263,10 @@ class MuseSparkTextDecoder(hf.MuseSparkPreTrainedModel):
                 "position_ids": position_ids,
             }
             masks["full_attention"] = create_causal_mask(**mask_args)
-            if "sliding_attention" in self.config.layer_types:
+            if "sliding_attention" in kinds:
                 masks["sliding_attention"] = create_sliding_window_causal_mask(**mask_args)
         cos_sin = self.rotary_emb(hidden_states, position_ids)
-        for layer, kind, theta in zip(self.layers, self.config.layer_types, self.config.layer_rope_theta, strict=True):
+        for layer, kind, theta in zip(self.layers, kinds, thetas, strict=True):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=cos_sin if theta else None,

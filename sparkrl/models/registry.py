@@ -19,6 +19,7 @@ from transformers import MuseSparkTextConfig, PreTrainedConfig
 
 from sparkrl.errors import CheckpointError
 from sparkrl.models import muse_spark
+from sparkrl.models.muse_spark_config import check_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ def _parse_muse_spark(raw: dict[str, Any]) -> PreTrainedConfig:
         config = MuseSparkTextConfig(**fields)
     except Exception as error:  # transformers' strict dataclasses raise their own types
         raise CheckpointError(f"config.json of a muse_spark model is not valid: {error}") from error
-    muse_spark.check_config(config, extra)
+    check_config(config, extra)
     return config
 
 

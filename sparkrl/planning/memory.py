@@ -31,10 +31,13 @@ class Layout:
     num_ranks: int
     expert_parallel: bool = False
     """Whole experts on each GPU of a server in place of a part of every expert."""
+    colocated: bool = False
+    """Each GPU holds a server and a trainer rank."""
 
     @property
     def num_gpus(self) -> int:
-        return self.tensor_parallel * self.num_replicas + self.num_ranks
+        servers = self.tensor_parallel * self.num_replicas
+        return max(servers, self.num_ranks) if self.colocated else servers + self.num_ranks
 
 
 def element_bytes(precision: Precision) -> int:

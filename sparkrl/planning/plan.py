@@ -71,6 +71,7 @@ def make_plan(config: Config) -> Plan:
         tensor_parallel=rollout.tensor_parallel_size,
         num_replicas=rollout.num_replicas,
         num_ranks=trainer.num_workers,
+        colocated=config.cluster.colocate,
     )
     return Plan(
         recipe=config.recipe_name,
@@ -133,7 +134,7 @@ def _replay(config: Config, facts: ModelFacts) -> dict[str, int]:
 def _layouts(config: Config, facts: ModelFacts, usable: int | None) -> tuple[Fit, ...]:
     """Every division of the run's GPUs that the model's shape allows: those that fit first."""
     gpus = config.cluster.num_gpus
-    if config.cluster.device is Device.cpu or usable is None:
+    if config.cluster.device is Device.cpu or config.cluster.colocate or usable is None:
         return ()
     found = []
     for size in (2**i for i in range(gpus.bit_length())):
@@ -166,12 +167,14 @@ def _fit(config: Config, facts: ModelFacts, layout: Layout, usable: int | None) 
     totals = {side: sum(content.values()) for side, content in parts.items()}
     side = max(totals, key=lambda name: totals[name])
     largest = max(parts[side], key=lambda name: parts[side][name])
-    share = "" if usable is None else f" at {totals[side] / usable:.0%} of what is usable"
+    needed = sum(totals.values()) if layout.colocated else totals[side]
+    where = "server and trainer on one GPU" if layout.colocated else side
+    share = "" if usable is None else f" at {needed / usable:.0%} of what is usable"
     return Fit(
         layout=layout,
         server_bytes=totals["server"],
         trainer_bytes=totals["trainer"],
-        fits=None if usable is None else totals[side] <= usable,
-        binds=f"{side}{share}, most of it {largest}",
+        fits=None if usable is None else needed <= usable,
+        binds=f"{where}{share}, most of it {largest}",
         runs="the server is not started with expert parallelism" if layout.expert_parallel else "yes",
     )

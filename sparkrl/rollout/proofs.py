@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkrl.errors import AdapterError
-from sparkrl.rollout import plugin
 from sparkrl.rollout.probe import GROUPS, make_adapter
 from sparkrl.rollout.spec import ServerSpec
 from sparkrl.types import Problem
@@ -23,6 +22,7 @@ _NUM_PROMPTS = 4
 _PROMPT_TOKENS = 12
 _NEW_TOKENS = 4
 _B_STD = 0.3
+_NOISE_FACTOR = 4.0
 ZERO_LIMIT = 1e-6
 """Most that an adapter with B = 0 may change a log-prob, nats."""
 EFFECT_LIMIT = 1e-4
@@ -54,7 +54,8 @@ async def check_adapters(server: RolloutServer) -> dict[str, float]:
     """Sample a probe with no adapter, with one that must change nothing, and with each group perturbed.
 
     Returns:
-        Largest change of a log-prob against the base model, nats: `zero`, and one entry for each group.
+        Largest change of a log-prob against the base model, nats: `zero`, one entry for each group, and `noise`, how
+        far the base model is from itself.
     Raises:
         AdapterError: the zero adapter changed something, or a perturbed group changed nothing.
         RoutingError: the probe's routes are malformed.
@@ -78,17 +79,20 @@ async def check_adapters(server: RolloutServer) -> dict[str, float]:
         return np.array([group.responses[0].log_probs[0] for group in groups])
 
     base = await first_log_probs()
+    # Some GPU kernels do not repeat themselves to the last bit; what they vary by says nothing about adapters.
+    noise = float(np.abs(await first_log_probs() - base).max())
+    least, most = EFFECT_LIMIT + _NOISE_FACTOR * noise, ZERO_LIMIT + _NOISE_FACTOR * noise
     cases: list[tuple[str, tuple[str, ...], float]] = [("zero", (), 0.0), *((g, (g,), _B_STD) for g in GROUPS)]
-    change: dict[str, float] = {}
+    change: dict[str, float] = {"noise": noise}
     for name, groups, std in cases:
         adapter = make_adapter(
             config, rank=spec.lora_rank, alpha=spec.lora_alpha, groups=groups, b_std=std, seed=1, version=0
         )
         await server._load(adapter)
         change[name] = float(np.abs(await first_log_probs() - base).max())
-        if name == "zero" and not change[name] <= ZERO_LIMIT:
+        if name == "zero" and not change[name] <= most:
             raise AdapterError(f"an adapter with B = 0 changed a log-prob by {change[name]:.2e}, expected none")
-        if name != "zero" and not change[name] >= EFFECT_LIMIT:
+        if name != "zero" and not change[name] >= least:
             raise AdapterError(
                 f"a perturbed adapter on `{name}` changed no log-prob (largest change {change[name]:.2e}): the server "
                 "answers with the base model there"

@@ -130,9 +130,9 @@ def _load_moments(
 def _gathered(items: Any) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors, one at a time, on rank 0's CPU."""
     for name, value in items:
-        whole = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
-            yield name, whole.cpu().clone()
+            yield name, whole.detach().cpu().clone()
 
 
 def _open(path: Path) -> Any:

@@ -58,9 +58,12 @@ class AdapterEngine(FSDPEngineWithLMHead):
         self.family, self.text_config = load_config(path)
         self.dtype = getattr(torch, cfg.trainer.dtype.value)
         optimizer = cfg.trainer.optimizer
+        # the fields of verl's model config that the inherited methods read
+        model_config: Any = SimpleNamespace(
+            use_remove_padding=True, lora_rank=cfg.lora.rank, hf_config=self.text_config
+        )
         super().__init__(
-            # the fields of verl's model config that the inherited methods read
-            model_config=SimpleNamespace(use_remove_padding=True, lora_rank=cfg.lora.rank, hf_config=self.text_config),
+            model_config=model_config,
             engine_config=FSDPEngineConfig(
                 strategy="fsdp2",
                 use_torch_compile=False,
@@ -68,7 +71,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
             ),
             optimizer_config=FSDPOptimizerConfig(
                 lr=optimizer.lr,
-                betas=tuple(optimizer.betas),
+                betas=(optimizer.betas[0], optimizer.betas[1]),
                 weight_decay=optimizer.weight_decay,
                 clip_grad=optimizer.max_grad_norm,
                 lr_warmup_steps=optimizer.warmup_steps,
@@ -95,7 +98,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
 
     def _build_module(self) -> nn.Module:
         with torch.device("meta"):
-            module = self.family.build(self.text_config, self.dtype)
+            module: Any = self.family.build(self.text_config, self.dtype)
         self.targets = resolve_targets(list(self.cfg.lora.targets), self.family, module)
         if self.cfg.trainer.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -131,11 +134,11 @@ class AdapterEngine(FSDPEngineWithLMHead):
         for name, buffer in module.named_buffers():
             if not name.endswith("inv_freq"):
                 wanted.add(self._read(reader, name, buffer, 0, tuple(buffer.shape)))
-        for child in module.modules():
-            if hasattr(child, "inv_freq"):  # not in checkpoints
-                fresh, child.attention_scaling = child.compute_default_rope_parameters(child.config)
-                child.inv_freq.copy_(fresh)
-                child.original_inv_freq.copy_(fresh)
+        rotary: list[Any] = [child for child in module.modules() if hasattr(child, "inv_freq")]
+        for child in rotary:  # its buffers are not in checkpoints
+            fresh, child.attention_scaling = child.compute_default_rope_parameters(child.config)
+            child.inv_freq.copy_(fresh)
+            child.original_inv_freq.copy_(fresh)
         ours = ("model.language_model.", "lm_head.")
         if unknown := sorted(name for name in set(reader.names) - wanted if name.startswith(ours)):
             raise CheckpointError(

@@ -62,6 +62,6 @@ class Loss:
         if self._algorithm.entropy_coef and entropy_BM is not None:
             loss = loss - self._algorithm.entropy_coef * agg_loss(entropy_BM, batch.response_mask, mode, **scale)
         if self._algorithm.kl_coef and batch.base_log_probs is not None:
-            kl_BM = kl_penalty(log_probs_BM, batch.base_log_probs, "k3")
+            kl_BM = kl_penalty(log_probs_BM, batch.base_log_probs, "k3")  # type: ignore[arg-type]
             loss = loss + self._algorithm.kl_coef * agg_loss(kl_BM, batch.response_mask, mode, **scale)
         return loss

@@ -206,9 +206,7 @@ def test_overlong_penalty_grows_over_the_buffer(num_tokens: int, cost: float) ->
 
 def test_shaping_changes_rewards_and_not_verdicts() -> None:
     right = Score(reward=1.0, correct=True, extracted="1")
-    items = [
-        ScoredGroup(group=group(problems(1)[0], 2, length=length), scores=(right, right)) for length in (80, 90)
-    ]
+    items = [ScoredGroup(group=group(problems(1)[0], 2, length=length), scores=(right, right)) for length in (80, 90)]
     cfg = RewardConfig(overlong_buffer_tokens=20, overlong_penalty=1.0)
     shaped, components = shape(items, cfg, max_response_tokens=100)
     assert [[score.reward for score in item.scores] for item in shaped] == [[1.0, 1.0], [0.5, 0.5]]

@@ -15,6 +15,7 @@ from sparkrl.config.schema import LoraConfig
 from sparkrl.errors import AdapterError, CheckpointError, ConfigError
 from sparkrl.lora import peft_format
 from sparkrl.lora.targets import add_adapter, initial_rows, resolve_targets
+from sparkrl.models.grouped import GroupedRows, grouped_linear
 from sparkrl.models.registry import family_of
 
 FAMILY = family_of("muse_spark_text")
@@ -116,6 +117,18 @@ def test_expert_without_tokens_gets_zero_gradient():
     layer(torch.randn(2, 48), ids, torch.ones(2, 2)).sum().backward()
     grad = layer.lora_down_B["default"].grad
     assert grad[[0, 3]].abs().sum() > 0 and grad[[1, 2, 4, 5, 6, 7]].abs().sum() == 0
+
+
+@pytest.mark.parametrize("width", [4, 16])
+def test_grouped_linear_any_width_equals_each_expert_alone(width):
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(0, 5, (30, 2), generator=generator)
+    rows = GroupedRows.sort(ids, 6)  # expert 5 gets nothing
+    x = torch.randn(30, 8, generator=generator).bfloat16()
+    weight = torch.randn(6, width, 8, generator=generator).bfloat16()
+    got = grouped_linear(rows.gather(x), weight, rows)[rows.inverse_TK]
+    want = torch.stack([weight[expert].double() @ x[t].double() for t in range(30) for expert in ids[t]])
+    assert (got.flatten(0, 1) - want).abs().max() <= 2**-8 * want.abs().max()  # one rounding to bfloat16
 
 
 def test_adapter_on_bfloat16_base_is_float32():

@@ -9,7 +9,8 @@ from transformers.models.muse_spark import modeling_muse_spark as hf
 
 from sparkrl.errors import CheckpointError
 from sparkrl.models.head import token_log_probs
-from sparkrl.models.muse_spark import DecoderLayer, check_config
+from sparkrl.models.muse_spark import DecoderLayer
+from sparkrl.models.muse_spark_config import check_config
 from sparkrl.models.registry import family_of, load_config
 
 NUM_LAYERS = 4

@@ -144,6 +144,17 @@ def test_reference_run_fits_16_gb300_and_half_of_them_do_not() -> None:
     assert not any(fit.fits for fit in half.layouts)
 
 
+def test_colocated_server_and_trainer_add_up_on_one_gpu() -> None:
+    plan = make_plan(config("cluster=gpu1", "rollout.kv_cache_gib=1"))
+    together = plan.chosen.server_bytes + plan.chosen.trainer_bytes
+    assert together == sum(plan.server.values()) + sum(plan.trainer.values())
+    assert (plan.chosen.layout.num_gpus, plan.chosen.fits, plan.layouts) == (1, True, ())
+    limit_gb = together / 0.92 / 1e9
+    for factor, fits in ((0.99, False), (1.01, True)):
+        tight = config("cluster=gpu1", "rollout.kv_cache_gib=1", f"cluster.gpu_memory_gb={factor * limit_gb}")
+        assert make_plan(tight).chosen.fits is fits
+
+
 def test_layouts_divide_all_gpus_and_keep_scale_blocks_whole() -> None:
     plan = make_plan(reference())
     assert {fit.layout.num_gpus for fit in plan.layouts} == {16}

@@ -207,7 +207,7 @@ def test_number_has_its_exact_value(text: str, value: float | None) -> None:
 
 def burn_memory(text: str, answer: str) -> Score:
     """A rule that takes more memory than it may."""
-    return Score(reward=1.0, correct=bool(text and bytearray(8 * 2**30)), extracted=None)
+    return Score(reward=1.0, correct=text == "big" and bool(bytearray(8 * 2**30)), extracted=None)
 
 
 NASTY = {

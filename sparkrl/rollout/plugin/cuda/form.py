@@ -1,4 +1,4 @@
-"""In which form the experts are served: NVFP4 as stored, or dequantized to BF16 where Marlin cannot carry an adapter."""
+"""In which form the experts are served: NVFP4 as stored, or in BF16 where Marlin cannot carry an adapter."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from sparkrl.rollout.plugin.cuda.experts import up_over_gate
 
 
 def interleave(rows_OR: Tensor, head_dim: int) -> Tensor:
-    """Reorder each head's rows from [even | odd] halves, as the checkpoint has them, to pairs, as vLLM's rotary does."""
+    """Reorder each head's rows from [even | odd] halves, as the checkpoint has them, to pairs, as vLLM rotates."""
     return rows_OR.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows_OR.shape)
 
 

@@ -28,7 +28,9 @@ class BufferedAdapter(LoRAModel):
     """Stands for an adapter that lives in the buffers alone."""
 
     def get_lora(self, module_name: str) -> Any:
-        raise AdapterError(f"vLLM let go of adapter {self.id} and asks for `{module_name}` again; it has to be sent anew")
+        raise AdapterError(
+            f"vLLM let go of adapter {self.id} and asks for `{module_name}` again; it has to be sent anew"
+        )
 
 
 def load(manager: Any, lora_id: int, tensors: Mapping[str, Tensor], *, rank: int, scale: float) -> list[str]:
