@@ -22,7 +22,7 @@ class Figure:
 
     benchmark: str
     case: str
-    """What was measured, sizes included."""
+    """What was measured."""
     value: float
     """Median after warm-up."""
     unit: str
@@ -87,25 +87,21 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def table(figures: Sequence[Figure]) -> Table:
-    """For the terminal; a rule between benchmarks."""
-    out = Table("Benchmark", *HEADINGS, title="Medians after warm-up; ratios are of figures of this run")
-    for position, figure in enumerate(figures):
-        first = position == 0 or figures[position - 1].benchmark != figure.benchmark
-        if first and position:
-            out.add_section()
-        style = "red" if figure.met is False else None
-        out.add_row(figure.benchmark if first else "", *figure.cells(), style=style)
+def table(name: str, sizes: str, figures: Sequence[Figure]) -> Table:
+    """One benchmark for the terminal."""
+    out = Table(*HEADINGS, title=name, caption=sizes, title_justify="left", caption_justify="left")
+    for figure in figures:
+        out.add_row(*figure.cells(), style="red" if figure.met is False else None)
     return out
 
 
-def write_json(path: Path, figures: Sequence[Figure], about: dict[str, object]) -> None:
+def write_json(path: Path, figures: Sequence[Figure], sizes: dict[str, str], about: dict[str, object]) -> None:
     """Write figures and environment; the file appears complete or not at all."""
     rows = [asdict(figure) | {"target": figure.target, "met": figure.met} for figure in figures]
-    _replace(path, json.dumps(about | {"figures": rows}, indent=1) + "\n")
+    _replace(path, json.dumps(about | {"sizes": sizes, "figures": rows}, indent=1) + "\n")
 
 
-def write_markdown(path: Path, figures: Sequence[Figure], about: dict[str, object]) -> None:
+def write_markdown(path: Path, figures: Sequence[Figure], sizes: dict[str, str], about: dict[str, object]) -> None:
     """Put the tables between the two marks of a Markdown file, which keeps the rest of its text.
 
     Raises:
@@ -116,11 +112,15 @@ def write_markdown(path: Path, figures: Sequence[Figure], about: dict[str, objec
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"{path} lacks the lines `{_BEGIN}` and `{_END}`")
-    _replace(path, f"{before}{_BEGIN}\n{markdown(figures, about)}\n{_END}{after}")
+    _replace(path, f"{before}{_BEGIN}\n{markdown(figures, sizes, about)}\n{_END}{after}")
 
 
-def markdown(figures: Sequence[Figure], about: dict[str, object]) -> str:
-    """One table a benchmark, after a line on the machine."""
+def markdown(figures: Sequence[Figure], sizes: dict[str, str], about: dict[str, object]) -> str:
+    """One table a benchmark, after a line on the machine.
+
+    Args:
+        sizes: by benchmark, what it ran.
+    """
     versions = about["versions"]
     listed = ", ".join(f"{name} {found}" for name, found in versions.items()) if isinstance(versions, dict) else ""
     parts = [
@@ -131,7 +131,7 @@ def markdown(figures: Sequence[Figure], about: dict[str, object]) -> str:
         rows = [figure.cells() for figure in figures if figure.benchmark == name]
         lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [list(HEADINGS), *rows]]
         lines.insert(1, "|---|--:|--:|---|---|---|")
-        parts.append(f"### `{name}`\n\n" + "\n".join(lines))
+        parts.append(f"### `{name}`\n\n{sizes[name]}\n\n" + "\n".join(lines))
     return "\n" + "\n\n".join(parts) + "\n"
 
 

@@ -58,7 +58,10 @@ def load(engine: AdapterEngine, folder: str) -> dict[str, int]:
     target = Path(folder)
     parameters = engine.trainable()
     adapter, state = _open(target / WEIGHTS), _open(target / STATE)
-    config = json.loads((target / CONFIG).read_text())
+    try:
+        config = json.loads((target / CONFIG).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{target / CONFIG} is missing or damaged: {error}") from None
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if (rank, alpha) != (engine.cfg.lora.rank, engine.cfg.lora.alpha):
         raise CheckpointError(

@@ -1,0 +1,115 @@
+"""The quickstart's server for measurements: the one that training runs use, with its parts callable one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import ray
+
+from sparkrl.config.load import load
+from sparkrl.config.schema import Config
+from sparkrl.data import load_problems, load_tokenizer
+from sparkrl.loop.cluster import ray_cluster
+from sparkrl.rollout.engine import RolloutServer
+from sparkrl.rollout.spec import ServerSpec
+from sparkrl.types import Adapter, Problem
+
+
+class MeasuredServer(RolloutServer):
+    """Starts without the start-up proofs, which a server without the LoRA patch would not pass."""
+
+    async def start(self) -> dict[str, Any]:
+        self._make_engine()
+        return (await self._rpc("sparkrl_report"))[0]
+
+    async def swap_from_memory(self, adapter: Adapter) -> float:
+        """Seconds to serve an adapter that lies in this process."""
+        began = time.perf_counter()
+        await self.load_adapter(adapter)
+        return time.perf_counter() - began
+
+    async def swap_from_disk(self, folder: str) -> float:
+        """Seconds that vLLM itself takes to load and activate the PEFT adapter in `folder`."""
+        from vllm.lora.request import LoRARequest
+
+        self._num_loads += 1
+        request = LoRARequest(f"disk-{self._num_loads}", self._num_loads, folder)
+        began = time.perf_counter()
+        added = await self._engine.add_lora(request)
+        seconds = time.perf_counter() - began
+        if not added:
+            raise RuntimeError("vLLM did not load the adapter from disk")
+        return seconds
+
+    async def tokens_per_s(
+        self, problems: list[Problem], *, num_responses: int, max_tokens: int, adapter: bool
+    ) -> tuple[int, float]:
+        """Tokens sampled and the seconds it took; without `adapter` the base model answers on the same server."""
+        kept = self._lora_request
+        if not adapter:
+            self._lora_request = None
+        try:
+            began = time.perf_counter()
+            groups = await self._sample(problems, num_responses, 1.0, 1.0, max_tokens, 0)
+            seconds = time.perf_counter() - began
+        finally:
+            self._lora_request = kept
+        return sum(len(response.token_ids) for group in groups for response in group.responses), seconds
+
+
+class StockPunicaSpec(ServerSpec):
+    """A server that keeps vLLM's own LoRA of linear layers on CPU."""
+
+    def engine_arguments(self) -> dict[str, Any]:
+        extension = "benchmarks.stock_punica.StockPunicaWorker"
+        return super().engine_arguments() | {"worker_extension_cls": extension}
+
+
+def config(*overrides: str) -> Config:
+    """The quickstart's configuration."""
+    return load(["recipe=quickstart", *overrides])
+
+
+def problems(cfg: Config, num: int) -> list[Problem]:
+    """The first training problems."""
+    found = load_problems(cfg.data.path, load_tokenizer(cfg.model.path), max_prompt_tokens=cfg.data.max_prompt_tokens)
+    return list(found.problems[:num])
+
+
+def sparse(adapter: Adapter, *, seed: int = 0) -> Adapter:
+    """The same adapter with small random numbers in every factor: a fresh one has only zeros in B."""
+    import dataclasses
+
+    import xxhash
+
+    values = np.random.default_rng(seed).standard_normal(adapter.buffer.size // 4, dtype=np.float32) * 0.02
+    buffer = values.view(np.uint8)
+    return dataclasses.replace(adapter, buffer=buffer, checksum=xxhash.xxh3_64_hexdigest(buffer))
+
+
+@contextmanager
+def measured_server(cfg: Config, *, spec_class: type[ServerSpec] = ServerSpec) -> Iterator[Any]:
+    """A running server as a Ray actor; the cluster must be up."""
+    spec = spec_class.from_config(cfg, cfg.model.path)
+    options = {"num_cpus": 1, "max_restarts": 0, "runtime_env": {"env_vars": spec.environment()}}
+    actor = ray.remote(MeasuredServer).options(**options).remote(spec)
+    try:
+        ray.get(actor.start.remote())
+        yield actor
+    finally:
+        ray.get(actor.stop.remote())
+        ray.kill(actor)
+
+
+__all__: Sequence[str] = (
+    "MeasuredServer",
+    "StockPunicaSpec",
+    "config",
+    "measured_server",
+    "problems",
+    "ray_cluster",
+)
