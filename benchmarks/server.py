@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import ray
+import xxhash
 
 from sparkrl.config.load import load
 from sparkrl.config.schema import Config
 from sparkrl.data import load_problems, load_tokenizer
-from sparkrl.loop.cluster import ray_cluster
+from sparkrl.lora.zero import zero_adapter
 from sparkrl.rollout.engine import RolloutServer
 from sparkrl.rollout.spec import ServerSpec
 from sparkrl.types import Adapter, Problem
@@ -45,7 +47,7 @@ class MeasuredServer(RolloutServer):
             raise RuntimeError("vLLM did not load the adapter from disk")
         return seconds
 
-    async def tokens_per_s(
+    async def timed_sample(
         self, problems: list[Problem], *, num_responses: int, max_tokens: int, adapter: bool
     ) -> tuple[int, float]:
         """Tokens sampled and the seconds it took; without `adapter` the base model answers on the same server."""
@@ -80,13 +82,10 @@ def problems(cfg: Config, num: int) -> list[Problem]:
     return list(found.problems[:num])
 
 
-def sparse(adapter: Adapter, *, seed: int = 0) -> Adapter:
-    """The same adapter with small random numbers in every factor: a fresh one has only zeros in B."""
-    import dataclasses
-
-    import xxhash
-
-    values = np.random.default_rng(seed).standard_normal(adapter.buffer.size // 4, dtype=np.float32) * 0.02
+def random_adapter(cfg: Config) -> Adapter:
+    """The quickstart's adapter with small random numbers in every factor: a fresh one has only zeros in B."""
+    adapter = zero_adapter(cfg.model.path, cfg.lora)
+    values = np.random.default_rng(0).standard_normal(adapter.buffer.size // 4, dtype=np.float32) * np.float32(0.02)
     buffer = values.view(np.uint8)
     return dataclasses.replace(adapter, buffer=buffer, checksum=xxhash.xxh3_64_hexdigest(buffer))
 
@@ -104,12 +103,3 @@ def measured_server(cfg: Config, *, spec_class: type[ServerSpec] = ServerSpec) -
         ray.get(actor.stop.remote())
         ray.kill(actor)
 
-
-__all__: Sequence[str] = (
-    "MeasuredServer",
-    "StockPunicaSpec",
-    "config",
-    "measured_server",
-    "problems",
-    "ray_cluster",
-)

@@ -61,6 +61,8 @@ class ServerSpec:
         env = {
             "OMP_NUM_THREADS": str(self.num_threads),
             "MKL_NUM_THREADS": str(self.num_threads),
+            # Threads that spin while they wait take the cores from the trainer and from each other.
+            "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",

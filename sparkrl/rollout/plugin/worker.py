@@ -11,6 +11,7 @@ import os
 import resource
 import threading
 import time
+import warnings
 from typing import Any
 
 import psutil
@@ -166,7 +167,9 @@ def _describe(stray: list[str], num_modules: int) -> str:
 
 def unpack(blob: bytes, manifest: Manifest, *, copy: bool = True) -> dict[str, torch.Tensor]:
     """Tensors of an adapter's buffer; each its own copy unless they are only read (vLLM scales `lora_B` in place)."""
-    raw = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that bytes cannot be written to
+        raw = torch.frombuffer(blob, dtype=torch.uint8)
     tensors = {}
     for name, shape, dtype_name, offset in manifest:
         dtype = getattr(torch, dtype_name)

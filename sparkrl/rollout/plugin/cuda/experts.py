@@ -57,7 +57,10 @@ class _NormAfterAdapter:
         if self._real_weights is None:
             stock.moe_sum(input, output, topk_ids, expert_map)
             return
-        from vllm.model_executor.layers.fused_moe.moe_output import route_major_moe_output
+        # vLLM 0.33 has it, 0.32 (CPU) not
+        from vllm.model_executor.layers.fused_moe.moe_output import (  # type: ignore[attr-defined]
+            route_major_moe_output,
+        )
 
         rows = route_major_moe_output(input, self._real_weights, topk_ids, expert_map)
         self._run_post_gemm2_hook(rows, output)  # type: ignore[attr-defined]

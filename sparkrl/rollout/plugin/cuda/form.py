@@ -11,17 +11,21 @@ from sparkrl.rollout.plugin import hf_config
 
 
 def serves_nvfp4(path: str, tensor_parallel_size: int) -> bool:
-    """Whether the checkpoint's experts can stay in NVFP4.
-
-    Marlin pads a width that is no multiple of its tiles, and vLLM's adapter kernels do not know of the padding.
-    """
+    """Whether the checkpoint has NVFP4 experts that can be served as such."""
     reader = CheckpointReader(path)
     if reader.quantization is None:
         return False
-    latent = reader.config["moe_hidden_size"]
     inner, rest = divmod(reader.config["moe_intermediate_size"], tensor_parallel_size)
-    if rest:
-        return False
+    return not rest and fits_marlin(reader.config["moe_hidden_size"], inner)
+
+
+def fits_marlin(latent: int, inner: int) -> bool:
+    """Whether Marlin takes these widths without padding, of which vLLM's adapter kernels would not know.
+
+    Args:
+        latent: width that the experts read and write.
+        inner: width between an expert's two products, on one GPU.
+    """
     return (latent % 128 == 0 and inner % 64 == 0) or (latent % 64 == 0 and inner % 128 == 0)
 
 

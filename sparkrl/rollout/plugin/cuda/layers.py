@@ -33,6 +33,9 @@ class QKVGateWithLoRA(MergedColumnParallelLinearWithLoRA):
     Stock has no class for it and serves the base model there. Takes rows in the checkpoint's order.
     """
 
+    base_layer: Any
+    output_sizes: Any
+
     def __init__(self, base_layer: Any) -> None:
         ColumnParallelLinearWithLoRA.__init__(self, base_layer)
         query, key = base_layer.num_heads * base_layer.head_size, base_layer.num_kv_heads * base_layer.head_size
@@ -44,11 +47,11 @@ class QKVGateWithLoRA(MergedColumnParallelLinearWithLoRA):
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
         width = self.base_layer.head_size
         query, key, *rest = lora_b
-        ordered = [None if rows is None else interleave(rows, width) for rows in (query, key)]
+        ordered: list[Any] = [None if rows is None else interleave(rows, width) for rows in (query, key)]
         super().set_lora(index, lora_a, [*ordered, *rest])
 
     @classmethod
-    def can_replace_layer(
+    def can_replace_layer(  # type: ignore[override]  # a decorator of stock's hides its signature
         cls, source_layer: Any, lora_config: Any, packed_modules_list: list, model_config: Any = None
     ) -> bool:
         return (

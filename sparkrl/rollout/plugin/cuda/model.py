@@ -19,10 +19,8 @@ class MuseSparkTextForCausalLM(MuseSpark1xForCausalLM):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", layer_type: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
-        self.packed_modules_mapping = {
-            **self.packed_modules_mapping,
-            "qkv_proj": ["q_proj", "k_proj", "v_proj", "gate_proj"],
-        }
+        packed: dict[str, list[str]] = dict(super().packed_modules_mapping)
+        self.packed_modules_mapping = {**packed, "qkv_proj": ["q_proj", "k_proj", "v_proj", "gate_proj"]}
         for module in self.modules():
             if isinstance(module, MuseSpark1xNormPreservingResidualConnection):
                 # read once, into float32 constants: the parameter's type is all that rounds them

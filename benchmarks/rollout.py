@@ -1,0 +1,70 @@
+"""Sampling at 256 sequences: base model, with the adapter, and with vLLM's own LoRA of linear layers.
+
+Base and adapter take turns on the same server. vLLM's own LoRA ("stock punica") wants adapter and activations in one
+type, and the trainer's adapter is fp32, so it is measured in fp32 alone; the experts' adapter, which stock vLLM does not
+have on CPU, is the package's in both cases.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import ray
+
+from benchmarks.figures import Figure
+from benchmarks.server import StockPunicaSpec, config, measured_server, problems, random_adapter
+from sparkrl.loop.cluster import ray_cluster
+from sparkrl.rollout.spec import ServerSpec
+
+NAME = "rollout"
+PROMPTS, GROUP, MAX_TOKENS = 32, 8, 64
+REPEATS = 2
+SIZES = (
+    f"the quickstart's model, {PROMPTS} prompts of about 40 tokens, {GROUP} responses each of at most {MAX_TOKENS} tokens, "
+    "rank-32 adapter on everything"
+)
+SERVERS = (
+    ("float32", 1, ServerSpec),
+    ("float32", 2, ServerSpec),
+    ("float32", 2, StockPunicaSpec),
+    ("bfloat16", 1, ServerSpec),
+    ("bfloat16", 2, ServerSpec),
+)
+
+
+def run() -> list[Figure]:
+    """One server after the other."""
+    figures = []
+    with ray_cluster(config()):
+        for dtype, threads, spec_class in SERVERS:
+            figures += _measure(dtype, threads, spec_class)
+    return figures
+
+
+def _measure(dtype: str, threads: int, spec_class: type[ServerSpec]) -> list[Figure]:
+    cfg = config(f"rollout.dtype={dtype}", f"rollout.num_threads={threads}")
+    sampling: dict[str, Any] = {"num_responses": GROUP, "max_tokens": MAX_TOKENS}
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    with measured_server(cfg, spec_class=spec_class) as server:
+        ray.get(server.load_adapter.remote(random_adapter(cfg)))
+        prompts = ray.put(problems(cfg, PROMPTS))
+        for _ in range(1 + REPEATS):
+            for adapter, values in speeds.items():
+                tokens, seconds = ray.get(server.timed_sample.remote(prompts, adapter=adapter, **sampling))
+                values.append(tokens / seconds)
+    base, adapted = (statistics.median(values[1:]) for values in (speeds[False], speeds[True]))
+    stock = spec_class is StockPunicaSpec
+    case = f"{dtype}, {threads} thread{'s' if threads > 1 else ''}"
+    with_adapter = f"{case}: adapter{', stock punica' if stock else ''}"
+    return [
+        Figure(benchmark=NAME, case=f"{case}: base{', same server as next' if stock else ''}", value=base, unit="tok/s"),
+        Figure(
+            benchmark=NAME,
+            case=with_adapter,
+            value=adapted,
+            unit="tok/s",
+            ratio=adapted / base,
+            meaning="its speed / base's on the same server",
+        ),
+    ]
