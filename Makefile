@@ -16,7 +16,7 @@ NUM_PINS = $(shell grep -c '==' requirements/cpu.lock)
 # One moving line on a terminal, a line every 20 packages elsewhere; errors always.
 PROGRESS = awk -v tty=$$(test -t 1 && echo 1 || echo 0) -f requirements/progress.awk
 
-.PHONY: help setup quickstart test lint format bench checkpoint clean
+.PHONY: help setup quickstart test lint format bench bench-gpu test-gpu checkpoint clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,12 @@ checkpoint: $(STAMP) ## Rebuild the quickstart's tiny checkpoint and data from s
 
 bench: $(STAMP) ## Measure speed as ratios, side by side in one run
 	@$(BIN)/python -m benchmarks
+
+bench-gpu: ## Measure Muse Spark on this machine's GPU, into bench_gpu.json (an environment with vLLM for CUDA)
+	@$(PYTHON) -m benchmarks.gpu --out bench_gpu.json
+
+test-gpu: ## Run the tests that need a GPU (an environment with vLLM for CUDA)
+	@$(PYTHON) -m pytest tests/gpu
 
 clean: ## Remove the virtual environment and caches; runs/ stays
 	rm -rf $(VENV) .ruff_cache .mypy_cache build *.egg-info

@@ -9,6 +9,8 @@ import os
 import time
 from pathlib import Path
 
+import benchmarks
+
 NAMES = ("expert_lora", "dequantize", "swap", "rollout", "train_step")
 ROOT = Path(__file__).resolve().parent.parent
 MARKDOWN = ROOT / "docs" / "benchmarks.md"
@@ -16,9 +18,9 @@ MARKDOWN = ROOT / "docs" / "benchmarks.md"
 
 def main() -> None:
     """Run the benchmarks named, or all, one after the other; print tables and write `runs/bench/<time>.json`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__import__("benchmarks").__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=benchmarks.__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or more of: {', '.join(NAMES)}; default all")
-    parser.add_argument("--markdown", action="store_true", help=f"also renew the tables in {MARKDOWN.relative_to(ROOT)}")
+    parser.add_argument("--markdown", action="store_true", help="also renew the tables in docs/benchmarks.md")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.names if name not in NAMES]:
         parser.error(f"unknown benchmark: {unknown[0]} (there are: {', '.join(NAMES)})")

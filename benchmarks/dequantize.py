@@ -22,8 +22,8 @@ THREADS = 2
 EXPERTS, ROWS, WIDTH = 32, 2048, 2048
 REPEATS = 7
 SIZES = (
-    f"[{EXPERTS}, {ROWS}, {WIDTH}], {2 * EXPERTS * ROWS * WIDTH / 2**20:.0f} MiB in BF16, {THREADS} threads, page cache "
-    "warm"
+    f"[{EXPERTS}, {ROWS}, {WIDTH}], {2 * EXPERTS * ROWS * WIDTH / 2**20:.0f} MiB in BF16, {THREADS} threads, "
+    "page cache warm"
 )
 _BANDWIDTH = 0.5
 _TENSOR = "model.language_model.layers.1.mlp.experts.down_proj"
@@ -80,9 +80,7 @@ def _measure() -> list[Figure]:
             meaning="its bandwidth / the copy's",
             at_least=_BANDWIDTH,
         ),
-        Figure(
-            benchmark=NAME, case="load the BF16 checkpoint, safetensors", value=1e3 * loading["plain"], unit="ms"
-        ),
+        Figure(benchmark=NAME, case="load the BF16 checkpoint, safetensors", value=1e3 * loading["plain"], unit="ms"),
         Figure(
             benchmark=NAME,
             case="load the NVFP4 checkpoint, CheckpointReader",

@@ -18,8 +18,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from benchmarks.figures import Figure
 
@@ -54,12 +56,24 @@ _FASTER, _MEMORY_SHARE, _SLOWDOWN = 3.0, 1 / 3, 1.5
 
 
 def run() -> list[Figure]:
-    """Measure the three variants at each number of tokens."""
+    """Measure the three variants at each number of tokens: times first, then memory in processes of their own."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(THREADS),
         "OMP_WAIT_POLICY": "PASSIVE",  # those that wait for their turn must not spin
         "TRANSFORMERS_VERBOSITY": "error",
     }
+    with _workers(environment) as workers:
+        seconds = {tokens: _medians(workers, tokens, "seconds", turns=REPEATS) for tokens in TOKENS}
+    # every larger block is mapped and unmapped on its own, so that a fragmented heap does not count as demand; this
+    # costs time, hence the separate processes
+    with _workers(environment | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}) as workers:
+        memory = {tokens: _medians(workers, tokens, "bytes", turns=1) for tokens in TOKENS}
+    return [figure for tokens in TOKENS for figure in _figures(tokens, seconds[tokens], memory[tokens])]
+
+
+@contextmanager
+def _workers(environment: dict[str, str]) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """A process for each variant, under the variant's name."""
     workers = {
         variant: subprocess.Popen(
             [sys.executable, "-m", "benchmarks.expert_lora", variant],
@@ -71,18 +85,17 @@ def run() -> list[Figure]:
         for variant in VARIANTS
     }
     try:
-        figures = []
-        for tokens in TOKENS:
-            turns = [
-                {variant: _one_step(worker, tokens) for variant, worker in workers.items()}
-                for _ in range(1 + REPEATS)
-            ][1:]
-            figures += _figures(tokens, turns)
-        return figures
+        yield workers
     finally:
         for worker in workers.values():
             worker.kill()
             worker.wait()
+
+
+def _medians(workers: dict[str, subprocess.Popen[str]], tokens: int, what: str, *, turns: int) -> dict[str, float]:
+    """Median of one figure for each variant, after one turn to warm up."""
+    found = [{variant: _one_step(worker, tokens) for variant, worker in workers.items()} for _ in range(1 + turns)]
+    return {variant: statistics.median(turn[variant][what] for turn in found[1:]) for variant in workers}
 
 
 def _one_step(worker: subprocess.Popen[str], tokens: int) -> dict[str, float]:
@@ -99,12 +112,7 @@ def _one_step(worker: subprocess.Popen[str], tokens: int) -> dict[str, float]:
     return json.loads(answer)
 
 
-def _figures(tokens: int, turns: list[dict[str, dict[str, float]]]) -> list[Figure]:
-    def median(variant: str, what: str) -> float:
-        return statistics.median(turn[variant][what] for turn in turns)
-
-    seconds = {variant: median(variant, "seconds") for variant in VARIANTS}
-    memory = {variant: median(variant, "bytes") for variant in VARIANTS}
+def _figures(tokens: int, seconds: dict[str, float], memory: dict[str, float]) -> list[Figure]:
     extra = {variant: memory[variant] - memory["frozen"] for variant in ("sparkrl", "peft")}
     size = f"{tokens} tokens"
 
@@ -173,6 +181,7 @@ def _make(variant: str) -> Any:
             parameter.normal_(std=0.05)
     lora = LoraConfig()
     targets = resolve_targets(lora.targets if variant == "sparkrl" else ["attention", "latent"], family, model)
+    adapted: peft.PeftModel
     if variant == "peft":
         config = peft.LoraConfig(
             r=lora.rank,
@@ -181,7 +190,7 @@ def _make(variant: str) -> Any:
             target_parameters=list(family.expert_parameters),
             task_type="CAUSAL_LM",
         )
-        adapted = peft.get_peft_model(model, config)
+        adapted = cast(peft.PeftModel, peft.get_peft_model(model, config))
     else:
         adapted = add_adapter(model, lora, targets, family)
     adapted.train()

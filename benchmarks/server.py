@@ -87,7 +87,7 @@ def random_adapter(cfg: Config) -> Adapter:
     adapter = zero_adapter(cfg.model.path, cfg.lora)
     values = np.random.default_rng(0).standard_normal(adapter.buffer.size // 4, dtype=np.float32) * np.float32(0.02)
     buffer = values.view(np.uint8)
-    return dataclasses.replace(adapter, buffer=buffer, checksum=xxhash.xxh3_64_hexdigest(buffer))
+    return dataclasses.replace(adapter, buffer=buffer, checksum=xxhash.xxh3_64_hexdigest(buffer.data))
 
 
 @contextmanager
@@ -95,11 +95,10 @@ def measured_server(cfg: Config, *, spec_class: type[ServerSpec] = ServerSpec) -
     """A running server as a Ray actor; the cluster must be up."""
     spec = spec_class.from_config(cfg, cfg.model.path)
     options = {"num_cpus": 1, "max_restarts": 0, "runtime_env": {"env_vars": spec.environment()}}
-    actor = ray.remote(MeasuredServer).options(**options).remote(spec)
+    actor: Any = ray.remote(MeasuredServer).options(**options).remote(spec)
     try:
         ray.get(actor.start.remote())
         yield actor
     finally:
         ray.get(actor.stop.remote())
         ray.kill(actor)
-

@@ -54,9 +54,7 @@ def run() -> list[Figure]:
 
     def figure(case: str, name: str, against: str = "", meaning: str = "") -> Figure:
         ratio = median[name] / median[against] if against else None
-        return Figure(
-            benchmark=NAME, case=case, value=1e3 * median[name], unit="ms", ratio=ratio, meaning=meaning
-        )
+        return Figure(benchmark=NAME, case=case, value=1e3 * median[name], unit="ms", ratio=ratio, meaning=meaning)
 
     return [
         figure("one copy of its bytes", "copy"),

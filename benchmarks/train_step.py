@@ -21,7 +21,7 @@ from sparkrl.types import TrainBatch, TrainSequence
 
 NAME = "train_step"
 SEQUENCES, PROMPT, RESPONSE = 256, 40, 40
-CORES, REPEATS = 2, 3
+CORES, REPEATS = 2, 2
 SIZES = (
     f"the quickstart's model, {SEQUENCES} sequences of {PROMPT} + {RESPONSE} tokens, rank-32 adapter on everything, "
     f"{CORES} threads in all"
@@ -45,7 +45,6 @@ def run() -> list[Figure]:
     figures = []
     for (ranks, dtype, replay), value in speed.items():
         free = speed[ranks, dtype, False]
-        one = speed[1, dtype, True]
         case = f"{ranks} rank{'s' if ranks > 1 else ''}, {dtype}, {'replay' if replay else 'live routes'}"
         ratio, meaning = (None, "")
         if replay:

@@ -113,7 +113,8 @@ def _plugin() -> Iterator[Finding]:
     live = report()
     missing = [name for name in live["required"] if not live[name]]
     if live["error"] or missing:  # register() itself never raises: vLLM would log it and go on without the plugin
-        yield Finding("vLLM plugin", Verdict.FAIL, str(live["error"] or f"not in place: {', '.join(missing)}"), "make clean setup")
+        found = str(live["error"] or f"not in place: {', '.join(missing)}")
+        yield Finding("vLLM plugin", Verdict.FAIL, found, "make clean setup")
     else:
         yield Finding("vLLM plugin", Verdict.OK, f"{entries[0].value} loads and applies")
 

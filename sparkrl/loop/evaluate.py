@@ -13,6 +13,7 @@ from sparkrl.errors import ConfigError
 from sparkrl.evals import evaluate
 from sparkrl.loop.cluster import ray_cluster
 from sparkrl.loop.parts import EVAL_SEED_OFFSET
+from sparkrl.loop.preflight import check_model
 from sparkrl.lora.peft_format import load_adapter, pack
 from sparkrl.lora.zero import zero_adapter
 from sparkrl.reward import Rewarder
@@ -33,6 +34,7 @@ async def evaluate_adapter(config: Config, adapter: Path | None, *, console: Con
     console = console or Console()
     if config.eval.path is None:
         raise ConfigError("this recipe has no evaluation set", hint="set `eval.path` to a parquet or JSON-lines file")
+    check_model(config)
     packed = zero_adapter(config.model.path, config.lora) if adapter is None else read_adapter(adapter)
     problems = load_problems(
         config.eval.path, load_tokenizer(config.model.path), max_prompt_tokens=config.data.max_prompt_tokens

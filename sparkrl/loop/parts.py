@@ -7,12 +7,15 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 
+from sparkrl.config.load import from_yaml
 from sparkrl.config.schema import Config
 from sparkrl.data import ProblemStream, load_problems, load_tokenizer
-from sparkrl.errors import CheckpointError
+from sparkrl.errors import CheckpointError, ConfigError
 from sparkrl.evals import evaluate
 from sparkrl.loop.cluster import ray_cluster
+from sparkrl.loop.preflight import check_model
 from sparkrl.reward import Rewarder
 from sparkrl.rollout import RolloutPool
 from sparkrl.telemetry import RunFolder, RunStatus, Telemetry
@@ -20,6 +23,7 @@ from sparkrl.trainer.group import TrainerGroup
 from sparkrl.types import Problem
 
 LOOP_STATE = "loop_state.json"
+SAME_ON_RESUME = ("seed", "lora", "loop.num_prompts", "loop.group_size", "rollout.dtype", "trainer.dtype")
 # Evaluations draw the same noise every time, and never that of a training step.
 EVAL_SEED_OFFSET = 1_000_003
 
@@ -84,7 +88,8 @@ async def build_parts(config: Config) -> AsyncIterator[Parts]:
 
     The run's summary and report are written at the end in either case.
     """
-    run = RunFolder.open(config.loop.resume) if config.loop.resume else RunFolder.create(config)
+    check_model(config)
+    run = _open_to_resume(config, config.loop.resume) if config.loop.resume else RunFolder.create(config)
     telemetry = Telemetry(config, run)
     status = RunStatus.FAILED
     try:
@@ -131,6 +136,22 @@ async def _start(config: Config, run: RunFolder, telemetry: Telemetry, stack: As
         run=run,
         first_step=first_step,
     )
+
+
+def _open_to_resume(config: Config, path: str) -> RunFolder:
+    """The run to go on with, if it has a checkpoint and was started with the same settings where it matters."""
+    run = RunFolder.open(path)
+    run.latest_checkpoint()
+    before = from_yaml(run.path / "config.yaml")
+    for key in SAME_ON_RESUME:
+        was, now = attrgetter(key)(before), attrgetter(key)(config)
+        if was != now:
+            raise ConfigError(
+                f"cannot resume {run.path}: `{key}` is {now}, the run was started with {was}\n"
+                "The rest of its curve would belong to another run.",
+                hint=f"give the run's own value of `{key}`, or start a new run",
+            )
+    return run
 
 
 async def _start_both(config: Config, stack: AsyncExitStack) -> tuple[RolloutPool, TrainerGroup]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 import warnings
 from collections import defaultdict
@@ -107,10 +109,13 @@ class Telemetry:
         eval_s = self._stage_s.pop("eval", 0.0)  # belongs to an evaluation that was never logged
         times = {"time/step_s": now_s - self._step_started_s - eval_s, **self._take_times()}
         self._step_started_s = now_s
-        row = {"step": step, "kind": "train", **metrics, **times}
+        metrics = {**metrics, **times, "perf/driver_peak_mem_gib": _peak_mem_gib()}
+        if metrics.get("rollout/tokens") and metrics.get("time/rollout_s"):
+            metrics["perf/rollout_tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/rollout_s"]
+        row = {"step": step, "kind": "train", **metrics}
         self._run.append("metrics", row)
         self._log_samples(step, "train", samples)
-        self._wandb.log(step, {**metrics, **times}, dlogp=dlogp)
+        self._wandb.log(step, metrics, dlogp=dlogp)
         self._view(lambda: self._terminal.step(row), "terminal")
         self._watch_k3(step, metrics.get("agree/k3"))
 
@@ -189,3 +194,9 @@ class Telemetry:
             self.view_failures += 1
             if self.view_failures == 1:
                 warnings.warn(f"the {name} failed: {type(error).__name__}: {error}. The run goes on.", stacklevel=3)
+
+
+def _peak_mem_gib() -> float:
+    """Peak resident memory of this process, GiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB elsewhere

@@ -113,12 +113,12 @@ class WandbSink:
 
     def _resolve_mode(self, mode: WandbMode) -> Mode:
         if mode is WandbMode.auto:
-            return "online" if _has_key() else "offline"
+            return "online" if has_key() else "offline"
         modes: dict[WandbMode, Mode] = {WandbMode.online: "online", WandbMode.offline: "offline"}
         return modes.get(mode, "disabled")
 
 
-def _has_key() -> bool:
+def has_key() -> bool:
     """Whether W&B would find a key by itself, in the environment or in netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True

@@ -71,6 +71,7 @@ def test_run_agrees_to_rounding_and_is_on_policy(finished: Path) -> None:
         assert 0 <= row["agree/k3"] <= 1e-6
         assert row["agree/route_agreement"] >= 0.999
         assert row["train/grad_norm"] > 0
+        assert row["perf/rollout_tokens_per_s"] == pytest.approx(row["rollout/tokens"] / row["time/rollout_s"])
     assert steps[0]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert steps[0]["train/clip_fraction"] == 0.0
 
@@ -138,7 +139,7 @@ def test_interrupt_saves_and_resume_gives_the_same_curve_as_an_uninterrupted_run
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=120)[0].decode()
     assert "Traceback" not in output, output
-    gone, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive, [child.cmdline() for child in alive]
     saved = sorted((run / "checkpoints").glob("step-*"))
     assert saved, output
