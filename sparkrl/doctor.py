@@ -164,7 +164,7 @@ def _ray() -> Iterator[Finding]:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         answer = ray.get(ray.remote(num_cpus=0)(_worker_pid).remote(), timeout=120)
         yield Finding("Ray", Verdict.OK, f"starts here, a worker answered (pid {answer})")

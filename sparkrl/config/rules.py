@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from sparkrl.config.schema import Config, Device, Precision
@@ -15,10 +17,28 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: names the first key that breaks a rule, its value, the reason and a way out.
     """
+    _check_finite(config)
     _check_ranges(config)
     _check_sampling(config)
     _check_lengths(config)
     _check_devices(config)
+
+
+def _check_finite(config: Config) -> None:
+    """Every comparison with nan is false, so a rule that refuses what is too small or too large would let it pass."""
+    for key, value in _leaves(config):
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            raise _wrong(key, "must be finite", value)
+
+
+def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
 
 
 def _check_ranges(config: Config) -> None:
@@ -54,7 +74,7 @@ def _check_ranges(config: Config) -> None:
         "cluster.object_store_gib": config.cluster.object_store_gib,
     }
     for key, value in positive.items():
-        if not (value > 0 and math.isfinite(value)):
+        if not value > 0:
             raise _wrong(key, "must be positive", value)
     not_negative = {
         "seed": config.seed,
@@ -74,7 +94,7 @@ def _check_ranges(config: Config) -> None:
         "cluster.gpu_memory_gb": config.cluster.gpu_memory_gb,
     }
     for key, value in not_negative.items():
-        if not (value >= 0 and math.isfinite(value)):
+        if not value >= 0:
             raise _wrong(key, "must not be negative", value)
     if not 0 < config.algorithm.clip_low < 1:
         raise _wrong("algorithm.clip_low", "must lie between 0 and 1", config.algorithm.clip_low)
@@ -82,10 +102,17 @@ def _check_ranges(config: Config) -> None:
         raise _wrong("algorithm.clip_dual", "must be above 1", config.algorithm.clip_dual)
     if not 0 < config.eval.confidence < 1:
         raise _wrong("eval.confidence", "must lie between 0 and 1", config.eval.confidence)
-    if config.eval.num_problems is not None and config.eval.num_problems < 1:
-        raise _wrong("eval.num_problems", "must be positive or null", config.eval.num_problems)
-    if any(not 0 <= beta < 1 for beta in config.trainer.optimizer.betas):
-        raise _wrong("trainer.optimizer.betas", "must lie in [0, 1)", list(config.trainer.optimizer.betas))
+    for key, value in (
+        ("eval.num_problems", config.eval.num_problems),
+        ("eval.max_response_tokens", config.eval.max_response_tokens),
+    ):
+        if value is not None and value < 1:
+            raise _wrong(key, "must be positive or null", value)
+    if config.seed >= 2**32:
+        raise _wrong("seed", "must be below 2**32 (NumPy's generators take no more)", config.seed)
+    betas = list(config.trainer.optimizer.betas)
+    if len(betas) != 2 or any(not 0 <= beta < 1 for beta in betas):
+        raise _wrong("trainer.optimizer.betas", "must be two numbers in [0, 1)", betas)
     if not config.lora.targets:
         raise ConfigError("`lora.targets` is empty", hint="set `lora.targets=[attention,latent,experts]`")
 

@@ -38,6 +38,8 @@ def ray_cluster(config: Config) -> Iterator[None]:
         # Ray counts CPUs only to place actors; the parts of a step take turns, so a laptop's two cores are enough.
         wanted = config.rollout.num_replicas + config.trainer.num_workers + config.reward.num_workers
         options |= {
+            # without it Ray would join whatever RAY_ADDRESS or an earlier `ray start` on this machine points at
+            "address": "local",
             "num_cpus": max(wanted, os.cpu_count() or 1),
             "include_dashboard": False,
             "object_store_memory": int(cluster.object_store_gib * 2**30),

@@ -12,7 +12,7 @@ from sparkrl.data import load_problems, load_tokenizer
 from sparkrl.errors import ConfigError
 from sparkrl.evals import evaluate
 from sparkrl.loop.cluster import ray_cluster
-from sparkrl.loop.parts import EVAL_SEED_OFFSET
+from sparkrl.loop.parts import eval_seed
 from sparkrl.loop.preflight import check_model
 from sparkrl.lora.peft_format import load_adapter, pack
 from sparkrl.lora.zero import zero_adapter
@@ -56,7 +56,7 @@ async def evaluate_adapter(config: Config, adapter: Path | None, *, console: Con
                 config.eval,
                 step=packed.version,
                 max_tokens=config.rollout.max_response_tokens,
-                seed=config.seed + EVAL_SEED_OFFSET,
+                seed=eval_seed(config),
             )
     console.print(
         f"mean@{result.k} {result.mean:.3f}  [{result.low:.3f}, {result.high:.3f}] at {config.eval.confidence:.0%}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from operator import attrgetter
 from sparkrl.config.load import from_yaml
 from sparkrl.config.schema import Config
 from sparkrl.data import ProblemStream, load_problems, load_tokenizer
-from sparkrl.errors import CheckpointError, ConfigError
+from sparkrl.errors import CheckpointError, ConfigError, SparkrlError
 from sparkrl.evals import evaluate
 from sparkrl.loop.cluster import ray_cluster
 from sparkrl.loop.preflight import check_model
@@ -24,8 +25,7 @@ from sparkrl.types import Problem
 
 LOOP_STATE = "loop_state.json"
 SAME_ON_RESUME = ("seed", "lora", "loop.num_prompts", "loop.group_size", "rollout.dtype", "trainer.dtype")
-# Evaluations draw the same noise every time, and never that of a training step.
-EVAL_SEED_OFFSET = 1_000_003
+_SEEDS_A_RUN = 1_000_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +47,14 @@ class Parts:
 
     def sampling_seed(self, step: int) -> int:
         """Seed of the responses of one training step; the same whether or not the run was resumed before it."""
-        return self.config.seed * 1_000_000 + step
+        return self.config.seed * _SEEDS_A_RUN + step
+
+    async def evaluate_first(self) -> None:
+        """Evaluate before the first step: always in a new run, and in a resumed one where the evaluation that goes with
+        its checkpoint is missing because the run was stopped between the two."""
+        evaluated = {row["step"] for row in self.run.rows("metrics") if row.get("kind") == "eval"}
+        if self.first_step == 0 or (self._evaluates_at(self.first_step) and self.first_step not in evaluated):
+            await self.evaluate(self.first_step)
 
     async def evaluate(self, step: int) -> None:
         """Evaluate the policy that is being served, if the config names an evaluation set."""
@@ -61,7 +68,7 @@ class Parts:
                 self.config.eval,
                 step=step,
                 max_tokens=self.config.rollout.max_response_tokens,
-                seed=self.config.seed + EVAL_SEED_OFFSET,
+                seed=eval_seed(self.config),
             )
         self.telemetry.log_eval(result, scored)
 
@@ -75,11 +82,18 @@ class Parts:
 
     async def on_schedule(self, step: int) -> None:
         """Save and evaluate where the config asks for it; the last step does both."""
-        last = step == self.config.loop.num_steps
-        if last or step % self.config.loop.save_every == 0:
+        if step == self.config.loop.num_steps or step % self.config.loop.save_every == 0:
             await self.save(step)
-        if last or step % self.config.eval.every == 0:
+        if self._evaluates_at(step):
             await self.evaluate(step)
+
+    def _evaluates_at(self, step: int) -> bool:
+        return step == self.config.loop.num_steps or step % self.config.eval.every == 0
+
+
+def eval_seed(config: Config) -> int:
+    """Seed of every evaluation: they draw the same noise every time, and never that of a training step of the run."""
+    return (config.seed + 1) * _SEEDS_A_RUN + 3
 
 
 @asynccontextmanager
@@ -101,7 +115,13 @@ async def build_parts(config: Config) -> AsyncIterator[Parts]:
         status = RunStatus.INTERRUPTED
         raise
     finally:
-        telemetry.finish(status)
+        error = sys.exception()
+        try:
+            telemetry.finish(status)
+        except SparkrlError as also:
+            if error is None:
+                raise
+            error.add_note(f"besides, {also.message}")  # what ended the run is what the user has to see
 
 
 async def _start(config: Config, run: RunFolder, telemetry: Telemetry, stack: AsyncExitStack) -> Parts:

@@ -29,8 +29,7 @@ async def train(config: Config) -> Path:
 async def run_loop(parts: Parts, cfg: Config, interrupt: Interrupt) -> None:
     """Sample, score, train, swap; evaluate and save on schedule."""
     telemetry = parts.telemetry
-    if parts.first_step == 0:
-        await parts.evaluate(step=0)
+    await parts.evaluate_first()
     for step in range(parts.first_step, cfg.loop.num_steps):
         with interrupt.step():
             sampled = await sample_step(parts, step)

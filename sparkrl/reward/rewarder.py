@@ -19,6 +19,9 @@ from sparkrl.types import Group, Score, ScoredGroup
 WRONG = Score(reward=-1.0, correct=False, extracted=None)
 """Score of a response that could not be scored in time: what every rule gives a wrong answer."""
 
+_STOP_WAIT_S = 5.0
+"""How long `stop` waits for workers to end their scoring processes themselves."""
+
 
 class RewardWorker:
     """Ray actor around one scoring process. The actor itself never runs a rule, so it always answers."""
@@ -98,9 +101,15 @@ class Rewarder:
         }
 
     async def stop(self) -> None:
-        """End the workers and their scoring processes. A second call does nothing."""
+        """End the workers and their scoring processes, also in mid-score. A second call does nothing."""
         workers, self._workers = self._workers, []
-        await asyncio.gather(*(worker.close.remote() for worker in workers), return_exceptions=True)
+        # An actor takes its calls in turn: behind a batch of slow responses the wait would be minutes. Killed, it takes
+        # its child along, which then finds its pipe closed.
+        closing = [asyncio.ensure_future(_settle(worker.close.remote())) for worker in workers]
+        if closing:
+            await asyncio.wait(closing, timeout=_STOP_WAIT_S)
+        for call in closing:
+            call.cancel()
         for worker in workers:
             ray.kill(worker)
 
@@ -122,3 +131,11 @@ class Rewarder:
         except ray.exceptions.RayActorError as error:
             raise WorkerError(f"a reward worker died: {error}") from None
         return [verdict for result in results for verdict in result]
+
+
+async def _settle(ref: Any) -> None:
+    """Wait for a call; a worker that died has nothing left to end."""
+    try:
+        await ref
+    except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
+        return

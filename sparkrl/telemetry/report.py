@@ -46,7 +46,9 @@ def build_report(run: Path) -> Path:
     state = "" if len(train) >= num_steps else f"{len(train)} of {num_steps} steps, "
     fields = {
         "title": escape(f"{summary['recipe']}, seed {summary['seed']}"),
-        "subtitle": escape(f"{state}{'ended' if finished else 'unfinished'}: {folder.path}"),
+        "subtitle": escape(
+            f"{state}{'ended' if finished else 'unfinished'}: {folder.path.parent.name}/{folder.path.name}"
+        ),
         "css": _asset("report.css"),
         "js": _asset("report.js"),
         "tiles": _tiles(summary),

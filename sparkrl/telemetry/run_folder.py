@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,20 +161,28 @@ class RunFolder:
 
         It takes its final name `checkpoints/step-<step>` when the block ends without an error, so a folder of that
         name is always complete. Then older checkpoints are removed, all but the newest `keep` (0 keeps all).
+
+        Raises:
+            SparkrlError: it cannot be written (disk full, say); earlier checkpoints are still there.
         """
         final = self.checkpoints_path / f"step-{step:06d}"
         unfinished = final.with_name(final.name + _UNFINISHED)
         replaced = final.with_name(final.name + _REPLACED)
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
         try:
+            unfinished.mkdir(parents=True)
             yield unfinished
-        except BaseException:
+            if final.exists():
+                os.replace(final, replaced)
+            os.replace(unfinished, final)
+        except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise SparkrlError(
+                    f"cannot write the checkpoint {final}: {error.strerror}",
+                    hint="free disk space, then go on from the last checkpoint with `loop.resume`",
+                ) from error
             raise
-        if final.exists():
-            os.replace(final, replaced)
-        os.replace(unfinished, final)
         self._prune(keep)
 
     def checkpoints(self) -> list[tuple[int, Path]]:
@@ -205,8 +213,14 @@ class RunFolder:
         kept = {folder for _, folder in (complete[-keep:] if keep > 0 else complete)}
         for folder in self.checkpoints_path.iterdir():
             ours = _STEP_FOLDER.fullmatch(folder.name.removesuffix(_UNFINISHED).removesuffix(_REPLACED))
-            if ours and folder not in kept:
-                shutil.rmtree(folder, ignore_errors=True)
+            if not ours or folder in kept:
+                continue
+            with suppress(OSError):  # what cannot be removed now is tried again after the next save
+                if _STEP_FOLDER.fullmatch(
+                    folder.name
+                ):  # first renamed: a kill in between leaves no half of a complete one
+                    folder = folder.rename(folder.with_name(folder.name + _UNFINISHED))
+                shutil.rmtree(folder)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparkrl.config.schema import AlgorithmConfig
+from sparkrl.config.schema import AlgorithmConfig, PolicyLoss
 from sparkrl.types import TrainSequence
 
 
@@ -40,12 +40,25 @@ def ratio(
     sequences: Sequence[TrainSequence],
     algorithm: AlgorithmConfig,
 ) -> dict[str, float]:
-    """The importance ratio per token, and the fraction of tokens whose gradient the clip (dual clip included) stops."""
-    wide = np.concatenate(log_probs).astype(np.float64) - np.concatenate(old_log_probs)
-    ratios = np.exp(np.clip(wide, -20, 20))
+    """The importance ratio per token, and the fraction of tokens that the loss's own clip acts on.
+
+    `vanilla`: tokens whose gradient the clip (dual clip included) stops. `gspo`: likewise, by the ratio of the whole
+    response, the geometric mean of its tokens' ratios; it has no dual clip. `cispo`: tokens whose weight is clipped;
+    their gradient goes on, whatever the advantage's sign.
+    """
+    deltas = [new.astype(np.float64) - old for new, old in zip(log_probs, old_log_probs, strict=True)]
+    ratios = np.exp(np.clip(np.concatenate(deltas), -20, 20))
     advantages = np.concatenate([sequence.advantages for sequence in sequences])
-    clipped = (advantages > 0) & (ratios > 1 + algorithm.clip_high)
-    clipped |= (advantages < 0) & ((ratios < 1 - algorithm.clip_low) | (ratios > algorithm.clip_dual))
+    by_clip = ratios
+    if algorithm.loss is PolicyLoss.gspo:
+        by_clip = np.exp(np.concatenate([np.full(len(delta), delta.mean()) for delta in deltas]))
+    above, below = by_clip > 1 + algorithm.clip_high, by_clip < 1 - algorithm.clip_low
+    if algorithm.loss is PolicyLoss.cispo:
+        clipped = above | below
+    else:
+        clipped = ((advantages > 0) & above) | ((advantages < 0) & below)
+    if algorithm.loss is PolicyLoss.vanilla:
+        clipped |= (advantages < 0) & (by_clip > algorithm.clip_dual)
     return {
         "train/ratio_mean": float(ratios.mean()),
         "train/ratio_max": float(ratios.max()),

@@ -145,5 +145,21 @@ def test_rewarder_stopped_leaves_no_scoring_process(ray_cluster):
     pytest.fail(f"scoring process {pid} is still alive")
 
 
+def test_rewarder_stopped_in_mid_score_does_not_wait_for_the_batch(ray_cluster):
+    async def run():
+        rewarder = Rewarder.start(RewardConfig(timeout_s=3.0), rule=stuck_or_dapo)
+        await rewarder.score(make_groups([["Answer: 1"]], ["1"]))
+        scoring = asyncio.ensure_future(rewarder.score(make_groups([["hang"] * 20], ["1"])))
+        await asyncio.sleep(0.5)
+        started_s = time.perf_counter()
+        await rewarder.stop()
+        stopped_s = time.perf_counter() - started_s
+        with pytest.raises(WorkerError, match="died"):
+            await scoring
+        return stopped_s
+
+    assert asyncio.run(run()) < 15.0  # the batch would take 60 s
+
+
 def report_pid(text, answer):
     return Score(reward=1.0, correct=True, extracted=str(os.getpid()))

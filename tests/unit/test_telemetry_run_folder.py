@@ -132,6 +132,15 @@ def test_checkpoint_that_fails_leaves_the_older_ones_alone(run):
     assert names(run) == ["step-000010"]
 
 
+def test_checkpoint_on_a_full_disk_raises_a_clear_error_and_keeps_the_older_one(run):
+    save(run, 10, "ten", keep=1)
+    expected = r"cannot write the checkpoint .*step-000020: No space left[\s\S]*loop\.resume"
+    with pytest.raises(SparkrlError, match=expected), run.checkpoint(20, keep=1):
+        with open("/dev/full", "w") as full:
+            full.write("weights")
+    assert names(run) == ["step-000010"]
+
+
 def test_checkpoint_folder_of_a_killed_save_is_not_taken_for_complete(run):
     save(run, 10, "ten", keep=1)
     (run.checkpoints_path / "step-000020.unfinished").mkdir()

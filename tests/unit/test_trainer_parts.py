@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.workers.config import FSDPActorConfig
 
 from sparkrl.config.schema import Aggregation, AlgorithmConfig, PolicyLoss
 from sparkrl.trainer import platform
@@ -149,3 +151,25 @@ def test_platform_another_verl_version_is_refused(monkeypatch):
     monkeypatch.setattr(platform, "VERL_VERSION", "0.0.1")
     with pytest.raises(VersionError, match=r"0\.0\.1"):
         platform.check_version()
+
+
+@pytest.mark.parametrize("loss", list(PolicyLoss))
+def test_ratio_clip_fraction_is_the_one_verl_counts_for_the_same_loss(loss):
+    rng = np.random.default_rng(3)
+    lengths = (9, 4, 17, 1)
+    old = [rng.normal(-1, 0.3, n).astype(np.float32) for n in lengths]
+    new = [(o + rng.normal(shift, 0.4, len(o))).astype(np.float32) for o, shift in zip(old, (0.5, -0.5, 0, 3))]
+    rows = [sequence([1], [1] * n, advantage=a) for n, a in zip(lengths, (1.0, -1.0, -0.5, -1.0))]
+    mask_BM = torch.zeros(4, 17)
+    old_BM, new_BM, advantages_BM = torch.zeros(4, 17), torch.zeros(4, 17), torch.zeros(4, 17)
+    for i, n in enumerate(lengths):
+        mask_BM[i, :n] = 1
+        old_BM[i, :n], new_BM[i, :n] = torch.tensor(old[i]), torch.tensor(new[i])
+        advantages_BM[i, :n] = torch.tensor(rows[i].advantages)
+    config = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=10.0
+    )
+    _, counted = get_policy_loss_fn(loss.value)(old_BM, new_BM, advantages_BM, mask_BM, "token-mean", config)
+    expected = counted["actor/pg_clipfrac"] + counted["actor/pg_clipfrac_lower"]
+    assert 0 < expected < 1
+    assert ratio(new, old, rows, AlgorithmConfig(loss=loss))["train/clip_fraction"] == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,90 @@
+"""When a run evaluates, over a real run folder; a policy whose responses are all right answers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparkrl.config.load import load
+from sparkrl.data import ProblemStream
+from sparkrl.loop.parts import Parts, eval_seed
+from sparkrl.telemetry import RunFolder
+from sparkrl.types import FinishReason, Group, Problem, Response, Score, ScoredGroup
+
+PROBLEMS = (Problem(uid="p", messages=(), answer="1", data_source="d", prompt_ids=np.zeros(1, np.int32)),)
+
+
+class Policy:
+    async def sample(self, problems, *, num_responses: int, **sampling: Any) -> tuple[Group, ...]:
+        response = Response(
+            uid="p/0",
+            token_ids=np.zeros(1, np.int32),
+            log_probs=np.zeros(1, np.float32),
+            routed_experts=np.zeros((1, 1, 1), np.uint8),
+            policy_version=0,
+            finish_reason=FinishReason.STOP,
+            text="",
+        )
+        return tuple(Group(problem=problem, responses=(response,) * num_responses) for problem in problems)
+
+
+class Scorer:
+    async def score(self, groups) -> tuple[ScoredGroup, ...]:
+        right = Score(reward=1.0, correct=True, extracted="1")
+        return tuple(ScoredGroup(group=group, scores=(right,) * len(group.responses)) for group in groups)
+
+
+def evaluated_at(tmp_path: Path, first_step: int, logged: list[int]) -> list[int]:
+    """Steps of the evaluations that a run of 25 steps, one each 10, makes before its first step."""
+    run_dir = f"run_dir={tmp_path / 'run'}"
+    config = load(["recipe=quickstart", "loop.num_steps=25", "eval.every=10", "eval.k=2", run_dir])
+    run = RunFolder.create(config)
+    for step in logged:
+        run.append("metrics", {"step": step, "kind": "eval"})
+    run.append("metrics", {"step": first_step, "kind": "train"})
+    seen: list[int] = []
+    telemetry: Any = SimpleNamespace(
+        stage=lambda name: nullcontext(), log_eval=lambda result, scored: seen.append(result.step)
+    )
+    parts = Parts(
+        config=config,
+        data=ProblemStream(PROBLEMS, seed=0, shuffle=False),
+        eval_problems=PROBLEMS,
+        rollout=Policy(),  # type: ignore[arg-type]
+        rewarder=Scorer(),  # type: ignore[arg-type]
+        trainer=None,  # type: ignore[arg-type]
+        telemetry=telemetry,
+        run=run,
+        first_step=first_step,
+    )
+    asyncio.run(parts.evaluate_first())
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("first_step", "logged", "expected"),
+    [
+        (0, [], [0]),
+        (10, [0, 10], []),
+        (10, [0], [10]),  # stopped between the checkpoint and its evaluation
+        (7, [0], []),  # stopped at a step that has none
+        (25, [0, 10, 20], [25]),  # stopped before the last evaluation
+        (25, [0, 10, 20, 25], []),
+    ],
+)
+def test_resumed_run_evaluates_first_only_what_is_missing(tmp_path, first_step, logged, expected):
+    assert evaluated_at(tmp_path, first_step, logged) == expected
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 999_999])
+def test_evaluation_seed_is_none_of_the_training_steps_of_its_run(seed):
+    config = load(["recipe=quickstart", f"seed={seed}"])
+    parts = SimpleNamespace(config=config)
+    steps = {Parts.sampling_seed(parts, step) for step in range(2_000)}  # type: ignore[arg-type]
+    assert eval_seed(config) not in steps
