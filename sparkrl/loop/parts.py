@@ -80,10 +80,13 @@ class Parts:
             state = {"step": step, "data": self.data.state()}
             (folder / LOOP_STATE).write_text(json.dumps(state, indent=1) + "\n")
 
-    async def on_schedule(self, step: int) -> None:
-        """Save and evaluate where the config asks for it; the last step does both."""
-        if step == self.config.loop.num_steps or step % self.config.loop.save_every == 0:
+    async def save_if_due(self, step: int, *, stopping: bool) -> None:
+        """Save where the config asks for it, after the last step, and when the run is about to stop."""
+        if stopping or step == self.config.loop.num_steps or step % self.config.loop.save_every == 0:
             await self.save(step)
+
+    async def evaluate_if_due(self, step: int) -> None:
+        """Evaluate where the config asks for it, and after the last step."""
         if self._evaluates_at(step):
             await self.evaluate(step)
 

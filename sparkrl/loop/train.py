@@ -46,8 +46,9 @@ async def run_loop(parts: Parts, cfg: Config, interrupt: Interrupt) -> None:
                 await parts.rollout.load_adapter(await parts.trainer.adapter(step + 1))
             metrics = sampled.metrics | result.metrics
             telemetry.log_step(step + 1, metrics, dlogp=result.dlogp, samples=sampled.all)
+            # Inside the step: a signal lets the save finish, so a step that was made is never lost to it.
+            await parts.save_if_due(step + 1, stopping=interrupt.requested)
         if interrupt.requested:
             parts.interrupted = True
-            await parts.save(step + 1)
             return
-        await parts.on_schedule(step + 1)
+        await parts.evaluate_if_due(step + 1)

@@ -141,7 +141,7 @@ def test_interrupt_saves_and_resume_gives_the_same_curve_as_an_uninterrupted_run
     assert "Traceback" not in output, output
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive, [child.cmdline() for child in alive]
-    saved = sorted((run / "checkpoints").glob("step-*"))
+    saved = sorted((run / "checkpoints").glob("step-??????"))
     assert saved, output
     assert json.loads((run / "summary.json").read_text())["steps"] == len(saved)
 
