@@ -101,8 +101,7 @@ def _train(args: argparse.Namespace) -> int:
         return _show_plan(config) if args.dry_run else 0
     from sparkrl.loop.train import train
 
-    asyncio.run(train(config))
-    return 0
+    return 0 if asyncio.run(train(config)) else EXIT_INTERRUPTED
 
 
 def _evaluate(args: argparse.Namespace) -> int:

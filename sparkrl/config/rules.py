@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -18,6 +19,8 @@ def check(config: Config) -> None:
         ConfigError: names the first key that breaks a rule, its value, the reason and a way out.
     """
     _check_finite(config)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", config.recipe_name):
+        raise _wrong("recipe_name", "must be letters, digits, `_`, `-` and `.`: it names a folder", config.recipe_name)
     _check_ranges(config)
     _check_sampling(config)
     _check_lengths(config)
@@ -102,12 +105,13 @@ def _check_ranges(config: Config) -> None:
         raise _wrong("algorithm.clip_dual", "must be above 1", config.algorithm.clip_dual)
     if not 0 < config.eval.confidence < 1:
         raise _wrong("eval.confidence", "must lie between 0 and 1", config.eval.confidence)
-    for key, value in (
-        ("eval.num_problems", config.eval.num_problems),
-        ("eval.max_response_tokens", config.eval.max_response_tokens),
-    ):
-        if value is not None and value < 1:
-            raise _wrong(key, "must be positive or null", value)
+    optional = {
+        "eval.num_problems": config.eval.num_problems,
+        "eval.max_response_tokens": config.eval.max_response_tokens,
+    }
+    for key, number in optional.items():
+        if number is not None and number < 1:
+            raise _wrong(key, "must be positive or null", number)
     if config.seed >= 2**32:
         raise _wrong("seed", "must be below 2**32 (NumPy's generators take no more)", config.seed)
     betas = list(config.trainer.optimizer.betas)

@@ -38,11 +38,8 @@ class ProblemStream:
         """Problems of the current epoch that have not been served."""
         return len(self._order) - self._position
 
-    def take(self, num_problems: int) -> tuple[Problem, ...]:
-        """The next problems.
-
-        Shuffled: a rest too small for the request is given up (other problems fall into the rest of every epoch).
-        Unshuffled: the request goes on at the start of the file, or its last problems would never be served.
+    def require(self, num_problems: int) -> None:
+        """Refuse a number of problems a step that `take` could not serve.
 
         Raises:
             DataError: more problems asked for than there are.
@@ -53,6 +50,17 @@ class ProblemStream:
                 f"cannot take {num_problems} different problems a step from a data set of {total}",
                 hint=f"set `loop.num_prompts` between 1 and {total}",
             )
+
+    def take(self, num_problems: int) -> tuple[Problem, ...]:
+        """The next problems.
+
+        Shuffled: a rest too small for the request is given up (other problems fall into the rest of every epoch).
+        Unshuffled: the request goes on at the start of the file, or its last problems would never be served.
+
+        Raises:
+            DataError: more problems asked for than there are.
+        """
+        self.require(num_problems)
         picked = self._order[self._position : self._position + num_problems]
         self._position += len(picked)
         if len(picked) < num_problems:

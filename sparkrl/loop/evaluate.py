@@ -61,7 +61,8 @@ async def evaluate_adapter(config: Config, adapter: Path | None, *, console: Con
     console.print(
         f"mean@{result.k} {result.mean:.3f}  [{result.low:.3f}, {result.high:.3f}] at {config.eval.confidence:.0%}, "
         f"pass@{result.k} {result.pass_at_k:.3f}, {result.num_problems} problems, "
-        f"{result.mean_tokens:.0f} tokens a response, {result.truncated:.1%} truncated"
+        f"{result.mean_tokens:.0f} tokens a response, {result.truncated:.1%} truncated",
+        soft_wrap=True,
     )
     return result
 

@@ -48,6 +48,6 @@ class Interrupt:
         if self._in_step and not self.requested:
             self._say("Stopping after this step; its checkpoint will be saved. Once more stops at once.")
         else:
-            self._say("Stopping now; the last saved checkpoint is kept.")
+            self._say("Stopping now; what was saved is kept.")
             self._task.cancel()
         self.requested = True

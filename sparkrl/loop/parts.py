@@ -138,6 +138,7 @@ async def _start(config: Config, run: RunFolder, telemetry: Telemetry, stack: As
             telemetry.note_setup(eval_data=held_out.describe())
             eval_problems = held_out.problems
     data = ProblemStream(train.problems, seed=config.seed, shuffle=config.data.shuffle)
+    data.require(config.loop.num_prompts)
     with telemetry.setup_stage("ray", "starting Ray"):
         stack.enter_context(ray_cluster(config))
     rewarder = Rewarder.start(config.reward)

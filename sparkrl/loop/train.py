@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from sparkrl.config.schema import Config
 from sparkrl.loop.batch import build_batch
@@ -12,18 +11,18 @@ from sparkrl.loop.parts import Parts, build_parts
 from sparkrl.loop.sampling import sample_step
 
 
-async def train(config: Config) -> Path:
-    """Run a recipe to its end.
+async def train(config: Config) -> bool:
+    """Run a recipe to its end, or until a signal asks it to stop.
 
     Returns:
-        The run folder, with checkpoints, metrics, `summary.json` and `report.html`.
+        Whether every step was made.
     """
     task = asyncio.current_task()
     assert task is not None
     with Interrupt(task).installed() as interrupt:
         async with build_parts(config) as parts:
             await run_loop(parts, config, interrupt)
-            return parts.run.path
+            return not parts.interrupted
 
 
 async def run_loop(parts: Parts, cfg: Config, interrupt: Interrupt) -> None:

@@ -176,12 +176,23 @@ def load_adapter(folder: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dic
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write one safetensors file that appears complete or not at all."""
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
+    """Write one safetensors file that appears complete or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written (disk full, say).
+    """
+    scratch = None
     try:
+        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
         save_file({name: value.contiguous() for name, value in tensors.items()}, scratch, metadata=dict(metadata))
         os.chmod(scratch, 0o644)
         os.replace(scratch, path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error}",
+            hint="free disk space, then go on from the last checkpoint with `loop.resume`",
+        ) from None
     finally:
-        Path(scratch).unlink(missing_ok=True)
+        if scratch is not None:
+            Path(scratch).unlink(missing_ok=True)

@@ -17,6 +17,8 @@ def last_words(error: BaseException) -> str:
     process's own. So the newest `SomeError: ...` line of that output is preferred, when the output is a file.
     """
     own = f"{type(error).__name__}: {error}"
+    if type(error).__name__ == "EngineDeadError":  # its text points at a trace that a killed process did not leave
+        own = "vLLM's engine process died without a message, as one does that is killed; perhaps memory ran out"
     try:
         sys.stderr.flush()
         path = os.readlink("/proc/self/fd/2")

@@ -154,7 +154,9 @@ class RolloutPool:
         """Stop every server and its processes; safe to call twice, and after a server died."""
         actors, self._actors = self._actors, []
         self.version = None
-        stopping = [_quietly(_bounded(actor.stop.remote(), 30.0)) for actor in actors]
+        # An actor that is still inside vLLM's start-up cannot answer; its processes end with it.
+        limit_s = 30.0 if self.info else 2.0
+        stopping = [_quietly(_bounded(actor.stop.remote(), limit_s)) for actor in actors]
         await asyncio.gather(*stopping)
         for actor in actors:
             ray.kill(actor, no_restart=True)

@@ -164,6 +164,8 @@ class Telemetry:
             self._wandb.finish(failed=status is RunStatus.FAILED)
             self._terminal.close()
         self._terminal.print(f"{status.value}: {self._run.path / 'report.html'}")
+        if status is not RunStatus.FINISHED and (saved := self._run.checkpoints()):
+            self._terminal.print(f"to go on after step {saved[-1][0]}: loop.resume={self._run.path}")
         return summary
 
     def _take_times(self) -> dict[str, float]:

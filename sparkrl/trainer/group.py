@@ -198,8 +198,9 @@ class TrainerGroup:
     async def stop(self) -> None:
         """End every rank's process; safe to call twice and after an error."""
         workers, self._workers = self._workers, []
-        if self._failure is None and workers:
-            await asyncio.wait([asyncio.ensure_future(_settle(w.stop.remote())) for w in workers], timeout=10)
+        stopping = [asyncio.ensure_future(_settle(w.stop.remote())) for w in workers if self._failure is None]
+        for call in (await asyncio.wait(stopping, timeout=10))[0] if stopping else ():
+            call.exception()  # a rank that cannot stop by itself any more is killed like the others
         for worker in workers:
             ray.kill(worker, no_restart=True)
 
@@ -284,7 +285,12 @@ class TrainerGroup:
             asyncio.ensure_future(_settle(getattr(worker, method).remote(*arg, **kwargs)))
             for worker, arg in zip(self._workers, args, strict=False)
         ]
-        done, pending = await asyncio.wait(calls, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        try:
+            done, pending = await asyncio.wait(calls, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            for call in calls:  # what they may still raise concerns nobody, and asyncio would print it
+                call.cancel()
+            raise
         failed = any(call.exception() for call in done)
         if not failed and not pending:
             return [call.result() for call in calls]

@@ -139,6 +139,7 @@ def test_interrupt_saves_and_resume_gives_the_same_curve_as_an_uninterrupted_run
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=120)[0].decode()
     assert "Traceback" not in output, output
+    assert process.returncode == 130
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive, [child.cmdline() for child in alive]
     saved = sorted((run / "checkpoints").glob("step-??????"))

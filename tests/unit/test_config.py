@@ -72,6 +72,7 @@ def test_dump_read_back_is_the_same_configuration(tmp_path: Path) -> None:
         ([*BASE, "cluster.device=cuda", "cluster.num_gpus=1"], "but the run takes 2", "cluster.num_gpus=2"),
         ([*BASE, "model.path=nowhere/at/all"], "`model.path` does not exist: nowhere/at/all", "looked in"),
         ([*BASE, "trainer.num_workers=300"], "has only 256 responses", "trainer.num_workers"),
+        ([*BASE, "recipe_name=../../x"], "`recipe_name` must be letters", None),
         ([*BASE, "cluster=moon"], "no cluster named `moon`; there are:", None),
     ],
 )

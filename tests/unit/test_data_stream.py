@@ -68,6 +68,8 @@ def test_stream_never_serves_a_problem_twice_in_one_take(shuffle):
 def test_stream_asked_for_an_impossible_number_names_the_limit(num_problems):
     with pytest.raises(DataError, match="between 1 and 3"):
         ProblemStream(make_problems(3), seed=0, shuffle=True).take(num_problems)
+    with pytest.raises(DataError, match="between 1 and 3"):
+        ProblemStream(make_problems(3), seed=0, shuffle=True).require(num_problems)
 
 
 def test_stream_restored_from_another_data_set_or_seed_is_refused():

@@ -3,11 +3,13 @@
 import copy
 import dataclasses
 import json
+import resource
 
 import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_models_muse_spark import randomize, tiny_config
 from torch.nn.functional import linear, silu
 
@@ -218,3 +220,19 @@ def test_load_adapter_missing_damaged_or_foreign_is_a_checkpoint_error(exported,
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="damaged"):
         peft_format.load_adapter(tmp_path)
+
+
+def test_write_safetensors_that_does_not_fit_is_a_checkpoint_error_and_leaves_the_older_file(tmp_path):
+    path = tmp_path / "a.safetensors"
+    peft_format.write_safetensors(path, {"w": torch.ones(4)}, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*a\.safetensors: [\s\S]*free disk space"):
+            peft_format.write_safetensors(path, {"w": torch.zeros(100_000)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+    assert load_file(path)["w"].tolist() == [1.0] * 4
+    with pytest.raises(CheckpointError, match="cannot write"):
+        peft_format.write_safetensors(tmp_path / "missing" / "a.safetensors", {"w": torch.ones(4)}, {})

@@ -12,6 +12,7 @@ from transformers import MuseSparkConfig, MuseSparkTextConfig, PreTrainedConfig
 from sparkrl.errors import AdapterError, VersionError
 from sparkrl.rollout import plugin
 from sparkrl.rollout.engine import response_seed
+from sparkrl.rollout.last_words import last_words
 from sparkrl.rollout.plugin import route_capture, seeded_sampling
 from sparkrl.rollout.plugin.experts import MuseExperts
 from sparkrl.rollout.plugin.hf_config import adapt, sparse_layers
@@ -212,3 +213,11 @@ def test_make_adapter_groups_left_out_have_zero_b_only():
     manifest = [(spec.name, list(spec.shape), spec.dtype, spec.offset) for spec in adapter.manifest]
     nonzero = {name for name, t in unpack(adapter.buffer.tobytes(), manifest).items() if "lora_B" in name and t.any()}
     assert {name.split(".")[-3] for name in nonzero} == {"pre_expert_proj", "post_expert_proj"}
+
+
+def test_last_words_of_a_killed_engine_do_not_point_at_a_trace_that_is_not_there():
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    found = last_words(EngineDeadError())
+    assert "died without a message" in found and "stack trace" not in found
+    assert last_words(ValueError("no such dtype")) == "ValueError: no such dtype"

@@ -135,9 +135,8 @@ def test_checkpoint_that_fails_leaves_the_older_ones_alone(run):
 def test_checkpoint_on_a_full_disk_raises_a_clear_error_and_keeps_the_older_one(run):
     save(run, 10, "ten", keep=1)
     expected = r"cannot write the checkpoint .*step-000020: No space left[\s\S]*loop\.resume"
-    with pytest.raises(SparkrlError, match=expected), run.checkpoint(20, keep=1):
-        with open("/dev/full", "w") as full:
-            full.write("weights")
+    with pytest.raises(SparkrlError, match=expected), run.checkpoint(20, keep=1), open("/dev/full", "w") as full:
+        full.write("weights")
     assert names(run) == ["step-000010"]
 
 

@@ -158,8 +158,9 @@ def test_ratio_clip_fraction_is_the_one_verl_counts_for_the_same_loss(loss):
     rng = np.random.default_rng(3)
     lengths = (9, 4, 17, 1)
     old = [rng.normal(-1, 0.3, n).astype(np.float32) for n in lengths]
-    new = [(o + rng.normal(shift, 0.4, len(o))).astype(np.float32) for o, shift in zip(old, (0.5, -0.5, 0, 3))]
-    rows = [sequence([1], [1] * n, advantage=a) for n, a in zip(lengths, (1.0, -1.0, -0.5, -1.0))]
+    shifts = (0.5, -0.5, 0, 3)
+    new = [(o + rng.normal(s, 0.4, len(o))).astype(np.float32) for o, s in zip(old, shifts, strict=True)]
+    rows = [sequence([1], [1] * n, advantage=a) for n, a in zip(lengths, (1.0, -1.0, -0.5, -1.0), strict=True)]
     mask_BM = torch.zeros(4, 17)
     old_BM, new_BM, advantages_BM = torch.zeros(4, 17), torch.zeros(4, 17), torch.zeros(4, 17)
     for i, n in enumerate(lengths):
