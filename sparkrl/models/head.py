@@ -22,17 +22,18 @@ def token_log_probs(
     targets_T: Tensor,
     *,
     multiplier: float,
-    cap: float,
+    cap: float | None,
     temperature: float,
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `targets_T` under `softmax(cap * tanh(head(x) * multiplier / cap) / temperature)`.
+    """Log-probs of `targets_T` under `softmax(soft_cap(head(x)) / temperature)`.
 
     Args:
         hidden_TH: [T, H] in the compute type.
         weight_VH: [V, H], same type. When it needs a gradient the plain, memory-hungry path is taken.
         targets_T: int64 [T].
+        multiplier, cap: see `soft_cap`.
         entropy_grad: whether the entropy will be differentiated; costs one more product with the head.
     Returns:
         float32 [T] log-probs in nats and, when asked for, float32 [T] entropies in nats.
@@ -49,11 +50,35 @@ def token_log_probs(
     return log_probs, entropy if entropy_grad else entropy.detach()
 
 
+def soft_cap(
+    scores: Tensor, multiplier: float, cap: float | None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """`cap * tanh(scores * multiplier / cap) / temperature`, or `scores * multiplier / temperature` without a cap.
+
+    Returns:
+        float32 logits, and the tangent itself, which the slope is made of (None without a cap).
+    """
+    if cap is None:
+        return scores.float() * (multiplier / temperature), None
+    squashed = torch.tanh(scores.float() * (multiplier / cap))
+    return squashed * (cap / temperature), squashed
+
+
+def head_product(hidden: Tensor, weight_VH: Tensor) -> Tensor:
+    """float32 `hidden @ weight_VH.T`, not rounded to the compute type on the way where the device can.
+
+    Logits reach tens, where bfloat16 steps by a sixteenth and more; the server's head keeps float32 as well.
+    """
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight_VH.T, out_dtype=torch.float32)
+    return (hidden @ weight_VH.T).float()
+
+
 def _log_softmax(
-    hidden: Tensor, weight_VH: Tensor, multiplier: float, cap: float, temperature: float
-) -> tuple[Tensor, Tensor]:
-    squashed = torch.tanh((hidden @ weight_VH.T).float() * (multiplier / cap))
-    return torch.log_softmax(squashed * (cap / temperature), -1), squashed
+    hidden: Tensor, weight_VH: Tensor, multiplier: float, cap: float | None, temperature: float
+) -> tuple[Tensor, Tensor | None]:
+    logits, squashed = soft_cap(head_product(hidden, weight_VH), multiplier, cap, temperature)
+    return torch.log_softmax(logits, -1), squashed
 
 
 class _Head(torch.autograd.Function):
@@ -80,7 +105,9 @@ class _Head(torch.autograd.Function):
             if slope_TH is None:
                 continue
             # d logit / d (head output), the soft cap's slope included
-            cap_slope_CV = (1 - squashed_CV.square()) * (multiplier / temperature)
+            cap_slope_CV = multiplier / temperature
+            if squashed_CV is not None:
+                cap_slope_CV = (1 - squashed_CV.square()) * cap_slope_CV
             if entropy_slope_TH is not None:
                 d_CV = -p_CV * (log_p_CV + entropy_C1) * cap_slope_CV
                 entropy_slope_TH[part] = d_CV.to(weight_VH.dtype) @ weight_VH

@@ -11,7 +11,6 @@ Source: transformers/models/muse_spark, and vllm/models/muse_spark of vLLM 0.33.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +20,12 @@ from transformers import MuseSparkTextConfig
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.muse_spark import modeling_muse_spark as hf
 
-from sparkrl.models.grouped import GroupedRows, grouped_linear
-from sparkrl.models.head import token_log_probs
+from sparkrl.models.causal_lm import CausalLM, Head
+from sparkrl.models.experts import RoutedExperts
 from sparkrl.models.muse_spark_config import check_config
 from sparkrl.models.packing import PackedRows, packed_attention
 
@@ -108,32 +107,12 @@ class Router(hf.MuseSparkTopkRouter):
         return logits_TE, weights_TK * self.routed_scaling_factor, ids_TK
 
 
-class Experts(hf.MuseSparkExperts):
-    """All routed experts of a layer as two grouped GEMMs over rows sorted by expert."""
+class Experts(RoutedExperts, hf.MuseSparkExperts):
+    """All routed experts of a layer, with a norm of each expert's output."""
 
     def __init__(self, config: MuseSparkTextConfig) -> None:
         super().__init__(config)
         self.post_expert_norm = InputScaledNorm(self.hidden_dim, eps=config.post_norm_eps)
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts' normed outputs.
-
-        Args:
-            hidden_states: [T, H] in the compute type.
-            top_k_index: int64 [T, K].
-            top_k_weights: float32 [T, K].
-        Returns:
-            [T, H] in the compute type, summed in float32.
-        """
-        rows = GroupedRows.sort(top_k_index, self.num_experts)
-        x_NH = rows.gather(hidden_states)
-        gate, up = grouped_linear(x_NH, self.gate_up_proj, rows).chunk(2, dim=-1)
-        h_NI = self.act_fn(gate) * up
-        return self.combine(grouped_linear(h_NI, self.down_proj, rows), rows, top_k_weights)
-
-    def combine(self, y_NH: Tensor, rows: GroupedRows, top_k_weights: Tensor) -> Tensor:
-        """Per-expert norm, routing weight and sum, in float32; rounded once at the end."""
-        return rows.weighted_sum(self.post_expert_norm(y_NH), top_k_weights).to(y_NH.dtype)
 
 
 class MoE(hf.MuseSparkMoE):
@@ -299,58 +278,8 @@ class MuseSparkModel(hf.MuseSparkPreTrainedModel):
         return self.language_model(*args, **kwargs)
 
 
-@dataclass
-class CausalLMOutput(ModelOutput):
-    """What the language model returns; `log_probs` and `entropy` instead of `logits` when targets are given."""
-
-    logits: Tensor | None = None
-    """float32 [B, S, V], soft-capped, before any temperature."""
-    log_probs: Tensor | None = None
-    """float32 [B, S], nats, of the targets at the given temperature."""
-    entropy: Tensor | None = None
-    """float32 [B, S], nats a token, at the given temperature."""
-    past_key_values: Cache | None = None
-
-
-class Head(nn.Linear):
-    """Output projection; with targets, their log-probs, so that its weight is used inside its own forward only."""
-
-    def __init__(self, config: MuseSparkTextConfig) -> None:
-        super().__init__(config.hidden_size, config.vocab_size, bias=False)
-        self.multiplier = config.output_multiplier
-        self.cap = config.final_logit_softcapping
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden: Tensor,
-        targets: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        entropy_grad: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """[B, S, H] to float32 logits [B, S, V] and None, or to the targets' log-probs and entropies, both [B, S]."""
-        if targets is None:
-            return self.cap * torch.tanh(super().forward(hidden).float() * self.multiplier / self.cap), None
-        log_probs, entropy = token_log_probs(
-            hidden.flatten(0, 1),
-            self.weight,
-            targets.flatten(),
-            multiplier=self.multiplier,
-            cap=self.cap,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            entropy_grad=entropy_grad,
-        )
-        return log_probs.view(targets.shape), None if entropy is None else entropy.view(targets.shape)
-
-
-class MuseSparkForCausalLM(hf.MuseSparkPreTrainedModel, GenerationMixin):
-    """Text-only language model over the published weights.
-
-    Takes [B, S] rows with an attention mask, or sequences packed into one row [1, T] whose `position_ids` restart at 0
-    at each sequence.
-    """
+class MuseSparkForCausalLM(CausalLM, hf.MuseSparkPreTrainedModel, GenerationMixin):
+    """Text-only language model over the published weights."""
 
     config: MuseSparkTextConfig  # type: ignore[assignment]
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012 - the base class declares a list
@@ -359,51 +288,13 @@ class MuseSparkForCausalLM(hf.MuseSparkPreTrainedModel, GenerationMixin):
         check_config(config)
         super().__init__(config)
         self.model = MuseSparkModel(config)
-        self.lm_head = Head(config)
+        self.lm_head = Head(
+            config.hidden_size,
+            config.vocab_size,
+            multiplier=config.output_multiplier,
+            cap=config.final_logit_softcapping,
+        )
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.language_model.embed_tokens
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = None,
-        targets: Tensor | None = None,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        entropy_grad: bool = False,
-        logits_to_keep: int = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutput:
-        """Logits, or the targets' log-probs without ever holding all logits.
-
-        Args:
-            input_ids: int64 [B, S].
-            attention_mask: [B, S], 1 for real tokens, right or left padded; None when nothing is padded.
-            position_ids: int64 [B, S]; restarts at 0 mark packed sequences when B is 1.
-            targets: int64 [B, S], the token that each position predicts; None asks for logits.
-            temperature: divides the soft-capped logits before log-probs and entropy are taken.
-            with_entropy: also return the entropy.
-            entropy_grad: whether the entropy is differentiated.
-            logits_to_keep: only the last so many positions get logits; 0 is all.
-        """
-        body = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        hidden, cache = body.last_hidden_state, body.past_key_values
-        if targets is not None:
-            log_probs, entropy = self.lm_head(
-                hidden, targets, temperature=temperature, with_entropy=with_entropy, entropy_grad=entropy_grad
-            )
-            return CausalLMOutput(log_probs=log_probs, entropy=entropy, past_key_values=cache)
-        logits, _ = self.lm_head(hidden[:, -logits_to_keep:])
-        return CausalLMOutput(logits=logits, past_key_values=cache)
