@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from sparkrl.config.schema import LoraConfig
 from sparkrl.errors import ConfigError
 from sparkrl.lora.experts import ExpertsLora
-from sparkrl.models.registry import Family
+from sparkrl.models.registry import FAMILIES, Family
 
 ADAPTER = "default"
 """PEFT's name of the one adapter."""
+ALL_LINEAR = "all_linear"
+"""Target that stands for every group of the family: all linear layers that the server can carry an adapter on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,34 +40,27 @@ def resolve_targets(targets: Sequence[str], family: Family, model: nn.Module) ->
     """Find the modules that `lora.targets` names.
 
     Args:
-        targets: group names of the family, or endings of module names (`q_proj`, `self_attn.q_proj`).
+        targets: group names of the family, `all_linear` for all of its groups, or endings of module names (`q_proj`,
+            `self_attn.q_proj`).
         model: any instance, on the meta device too.
     Raises:
         ConfigError: a target matches nothing (near names are listed) or something that cannot carry an adapter.
     """
+    adaptable = _adaptable(family, model)
+    groups = find_groups(family, model)
+    groups[ALL_LINEAR] = [name for names in groups.values() for name in names]
     if not targets:
         raise ConfigError(
             "`lora.targets` is empty, so there is nothing to train",
-            hint=f"name groups ({', '.join(family.lora_groups)}) or modules",
+            hint=f"name groups ({', '.join(groups)}) or modules",
         )
-    adaptable = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, family.experts_class)
-        or (isinstance(module, nn.Linear) and ".layers." in name and not name.endswith("lm_head"))
-    }
-    endings: dict[str, list[str]] = {}
+    chosen: set[str] = set()
     for target in targets:
-        for ending in family.lora_groups.get(target, (target,)):
-            names = [name for name in adaptable if name == ending or name.endswith("." + ending)]
-            if not names and target not in family.lora_groups:
-                _refuse(target, family, model, adaptable)
-            for name in names:
-                endings.setdefault(_ending(name), []).append(name)
-    if not endings:
-        raise ConfigError(f"`lora.targets`: no module of the model belongs to {', '.join(targets)}")
-    chosen = {name for names in endings.values() for name in names}
-    experts = tuple(name for name in adaptable if name in chosen and isinstance(adaptable[name], family.experts_class))
+        names = groups.get(target) or _matching(target, adaptable)
+        if not names:
+            raise _unmatched(target, family, model, groups, adaptable)
+        chosen.update(names)
+    experts = tuple(name for name in adaptable if name in chosen and family.is_experts(adaptable[name]))
     linear = tuple(name for name in adaptable if name in chosen and name not in experts)
     return Targets(
         linear=_shortest(linear, [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]),
@@ -73,6 +68,28 @@ def resolve_targets(targets: Sequence[str], family: Family, model: nn.Module) ->
         linear_names=linear,
         expert_names=experts,
     )
+
+
+def find_groups(family: Family, model: nn.Module) -> dict[str, list[str]]:
+    """The family's groups that this model has, each with the full names of its modules in layer order."""
+    adaptable = _adaptable(family, model)
+    endings = family.lora_groups.items()
+    found = {group: [n for n in adaptable if any(_matching(part, [n]) for part in parts)] for group, parts in endings}
+    return {group: names for group, names in found.items() if names}
+
+
+def _adaptable(family: Family, model: nn.Module) -> dict[str, nn.Module]:
+    endings = [ending for group in family.lora_groups.values() for ending in group]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (family.is_experts(module) or isinstance(module, nn.Linear))
+        and any(_matching(ending, [name]) for ending in endings)
+    }
+
+
+def _matching(ending: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name == ending or name.endswith("." + ending)]
 
 
 def _ending(name: str) -> str:
@@ -86,20 +103,25 @@ def _shortest(chosen: Sequence[str], linear: Iterable[str]) -> tuple[str, ...]:
     return tuple(endings) if selected == wanted else tuple(chosen)
 
 
-def _refuse(target: str, family: Family, model: nn.Module, adaptable: dict[str, nn.Module]) -> None:
+def _unmatched(
+    target: str, family: Family, model: nn.Module, groups: Iterable[str], adaptable: Iterable[str]
+) -> ConfigError:
     known = sorted({_ending(name) for name in adaptable} | {name.rsplit(".", 1)[-1] for name in adaptable})
-    others = [name for name, _ in model.named_modules() if name == target or name.endswith("." + target)]
+    hint = f"groups: {', '.join(groups)}; modules: {', '.join(known)}"
+    others = _matching(target, (name for name, _ in model.named_modules()))
+    if target in {group for other in FAMILIES for group in other.lora_groups}:
+        what = f"this {family.name} model has no module of the group `{target}`"
+        return ConfigError(f"`lora.targets`: {what}", hint=f"{hint}; `lora=all_linear` takes every group that exists")
     if others:
         kind = type(model.get_submodule(others[0])).__name__
-        raise ConfigError(
-            f"`lora.targets`: `{target}` names a {kind} ({others[0]}), which cannot carry an adapter",
-            hint=f"groups: {', '.join(family.lora_groups)}; modules: {', '.join(known)}",
+        return ConfigError(
+            f"`lora.targets`: `{target}` names a {kind} ({others[0]}), which cannot carry an adapter", hint=hint
         )
-    near = difflib.get_close_matches(target, [*family.lora_groups, *known], n=3)
-    raise ConfigError(
+    near = difflib.get_close_matches(target, [*groups, *known], n=3)
+    return ConfigError(
         f"`lora.targets`: `{target}` matches no module of this {family.name} model"
         + (f"\nnear names: {', '.join(near)}" if near else ""),
-        hint=f"groups: {', '.join(family.lora_groups)}; modules: {', '.join(known)}",
+        hint=hint,
     )
 
 
@@ -110,9 +132,17 @@ def add_adapter(model: nn.Module, lora: LoraConfig, targets: Targets, family: Fa
     """
     names = [*targets.linear_names, *targets.expert_names]
     config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=names, bias="none", task_type="CAUSAL_LM", lora_dropout=0.0
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
+        lora_dropout=lora.dropout,
+        rank_pattern={} if lora.expert_rank is None else dict.fromkeys(targets.expert_names, lora.expert_rank),
+        target_modules=names,
+        bias="none",
+        task_type="CAUSAL_LM",
     )
-    config._register_custom_module({family.experts_class: ExpertsLora})
+    if family.experts_class is not None:
+        config._register_custom_module({family.experts_class: ExpertsLora})
     return peft.get_peft_model(model, config, autocast_adapter_dtype=True)
 
 

@@ -6,6 +6,7 @@ that another family is one more entry and no `if` elsewhere.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 from collections.abc import Callable
@@ -15,21 +16,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import MuseSparkTextConfig, PreTrainedConfig
+from transformers import MuseSparkTextConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from sparkrl.errors import CheckpointError
-from sparkrl.models import muse_spark
-from sparkrl.models.muse_spark_config import check_config
+from sparkrl.models import muse_spark, muse_spark_config, qwen3, qwen3_config, qwen3_moe
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingShape:
-    """How many expert ids a token carries."""
+    """How many expert ids a token carries; all 0 for a dense model, whose routes are arrays without content."""
 
-    num_layers: int
-    """Layers that route, in order."""
-    top_k: int
-    num_experts: int
+    layers: tuple[int, ...] = ()
+    """Indices of the layers that route, in order: the L of every routes array."""
+    top_k: int = 0
+    num_experts: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +50,33 @@ class Family:
     routing: Callable[[PreTrainedConfig], RoutingShape]
     layer_class: type[nn.Module]
     """Decoder layer, the unit of sharding and of gradient checkpointing."""
-    router_class: type[nn.Module]
-    experts_class: type[nn.Module]
     lora_groups: dict[str, tuple[str, ...]]
-    """Group name to name endings of the modules it adapts."""
-    expert_parameters: tuple[str, str]
+    """Group name to name endings of the modules it adapts, what the server can carry."""
+    router_class: type[nn.Module] | None = None
+    """None for a dense family, as the next."""
+    experts_class: type[nn.Module] | None = None
+    expert_parameters: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     """Endings of the fused expert weights, gate_up first; PEFT's `target_parameters`."""
+    run_on: tuple[str, ...] = ("cpu",)
+    """Devices that the whole loop has been run on; elsewhere it is written, and the start-up proofs have to hold."""
+    prefixes: tuple[str, ...] = ("model.", "lm_head.")
+    """Beginnings of the names of this model's own tensors; others (towers) in a checkpoint are left alone."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """With `tie_word_embeddings`: parameter, and the tensor it is read from."""
+
+    def is_experts(self, module: nn.Module) -> bool:
+        """Whether a module holds a layer's routed experts."""
+        return self.experts_class is not None and isinstance(module, self.experts_class)
+
+    def stored_name(self, name: str, config: PreTrainedConfig) -> str:
+        """Name in the checkpoint of a parameter of `model_class`."""
+        return dict(self.tied).get(name, name) if config.tie_word_embeddings else name
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype, *, attention: str = "sdpa") -> nn.Module:
         """An empty model on the current default device; parameters that must stay float32 do."""
+        config = copy.deepcopy(config)
         config._attn_implementation = attention
+        config._experts_implementation = "eager"  # transformers' own; the families here have theirs
         previous = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
@@ -64,28 +85,61 @@ class Family:
             torch.set_default_dtype(previous)
 
 
+# these describe the files, not the architecture
+_OF_FILES = ("architectures", "model_type", "quantization_config", "dtype", "torch_dtype", "transformers_version")
+
+
+def _parse(config_class: type[PreTrainedConfig], fields: dict[str, Any], family: str) -> Any:
+    kept = {name: value for name, value in fields.items() if name not in _OF_FILES}
+    try:
+        return config_class(**kept)
+    except Exception as error:  # transformers' strict dataclasses raise their own types
+        raise CheckpointError(f"config.json of a {family} model is not valid: {error}") from error
+
+
 def _parse_muse_spark(raw: dict[str, Any]) -> PreTrainedConfig:
     fields = dict(raw.get("text_config") or raw)
-    # these describe the files, not the architecture
-    dropped = ("architectures", "model_type", "quantization_config", "dtype", "torch_dtype", "transformers_version")
     extra = {"num_shared_experts": fields.pop("num_shared_experts", 0)}
-    for name in dropped:
-        fields.pop(name, None)
-    try:
-        config = MuseSparkTextConfig(**fields)
-    except Exception as error:  # transformers' strict dataclasses raise their own types
-        raise CheckpointError(f"config.json of a muse_spark model is not valid: {error}") from error
-    check_config(config, extra)
+    config = _parse(MuseSparkTextConfig, fields, "muse_spark")
+    muse_spark_config.check_config(config, extra)
+    return config
+
+
+def _parse_qwen3(raw: dict[str, Any]) -> PreTrainedConfig:
+    config = _parse(Qwen3Config, raw, "qwen3")
+    qwen3_config.check_config(config)
+    return config
+
+
+def _parse_qwen3_moe(raw: dict[str, Any]) -> PreTrainedConfig:
+    config = _parse(Qwen3MoeConfig, raw, "qwen3_moe")
+    qwen3_config.check_config(config)
     return config
 
 
 def _muse_spark_routing(config: PreTrainedConfig) -> RoutingShape:
     return RoutingShape(
-        num_layers=sum(kind == "sparse" for kind in config.mlp_layer_types),
+        layers=tuple(layer for layer, kind in enumerate(config.mlp_layer_types) if kind == "sparse"),
         top_k=config.num_experts_per_tok,
         num_experts=config.num_local_experts,
     )
 
+
+def _qwen3_moe_routing(config: Any) -> RoutingShape:
+    return RoutingShape(
+        layers=tuple(layer for layer in range(config.num_hidden_layers) if qwen3_moe.is_sparse(config, layer)),
+        top_k=config.num_experts_per_tok,
+        num_experts=config.num_experts,
+    )
+
+
+def _no_routing(config: PreTrainedConfig) -> RoutingShape:
+    return RoutingShape()
+
+
+_DENSE_MLP = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+_QWEN3_ATTENTION = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o"))
+_TIED_HEAD = (("lm_head.weight", "model.embed_tokens.weight"),)
 
 FAMILIES = (
     Family(
@@ -101,8 +155,33 @@ FAMILIES = (
             "attention": tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "gate", "o")),
             "latent": ("mlp.pre_expert_proj", "mlp.post_expert_proj"),
             "experts": ("mlp.experts",),
+            "mlp": _DENSE_MLP,
         },
-        expert_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        prefixes=("model.language_model.", "lm_head."),
+        run_on=("cpu", "cuda"),
+    ),
+    Family(
+        name="qwen3_moe",
+        model_types=("qwen3_moe",),
+        model_class=qwen3.Qwen3ForCausalLM,
+        parse_config=_parse_qwen3_moe,
+        routing=_qwen3_moe_routing,
+        layer_class=qwen3.DecoderLayer,
+        router_class=qwen3_moe.Router,
+        experts_class=qwen3_moe.Experts,
+        # not the MLP of its dense layers: PEFT takes every `gate_proj` of this family for an expert's
+        lora_groups={"attention": _QWEN3_ATTENTION, "experts": ("mlp.experts",)},
+        tied=_TIED_HEAD,
+    ),
+    Family(
+        name="qwen3",
+        model_types=("qwen3",),
+        model_class=qwen3.Qwen3ForCausalLM,
+        parse_config=_parse_qwen3,
+        routing=_no_routing,
+        layer_class=qwen3.DecoderLayer,
+        lora_groups={"attention": _QWEN3_ATTENTION, "mlp": _DENSE_MLP},
+        tied=_TIED_HEAD,
     ),
 )
 
