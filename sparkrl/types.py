@@ -77,6 +77,8 @@ class Score:
     """Whether the answer is right; accuracies are means of this, never of `reward`."""
     extracted: str | None
     """The answer that was read out of the response, or None when there was none."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """What `reward` is the sum of, reward points: `answer`, and `overlong` with overlong shaping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +155,78 @@ class TensorSpec:
     """torch's name without the prefix, for example `float32`."""
     offset: int
     """Bytes from the start of the buffer."""
+    first_row: int = 0
+    """Where its rows begin in the whole tensor (dimension 0)."""
+    num_rows: int | None = None
+    """Rows of the whole tensor; None when all of it lies here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """Memory of another process on the same machine; see `sparkrl.lora.shared_memory`."""
+
+    pid: int
+    fd: int
+    """File descriptor in that process."""
+    inode: int
+    """Tells whether the descriptor still means the same memory."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPart:
+    """What one trainer rank holds of an adapter: rows of every tensor, back to back."""
+
+    manifest: tuple[TensorSpec, ...]
+    num_bytes: int
+    block_bytes: int
+    """Bytes that one checksum covers; the last block may be shorter."""
+    checksums: tuple[int, ...]
+    """xxh3-64 of each block."""
+    memory: SharedMemory | None
+    """Where the bytes lie, on the rank's own machine."""
+    buffer: Any = None
+    """Instead of `memory`: uint8 [num_bytes], or a reference to it in Ray's object store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedAdapter:
+    """One version of the LoRA adapter in parts that nobody has put together.
+
+    Names are PEFT's. Experts keep the expert in front, `lora_A` [E, R, in] and `lora_B` [E, out, R], as trainer and
+    server hold them; `lora_B` is already multiplied by alpha / rank.
+    """
+
+    version: int
+    config: dict[str, Any]
+    """Content of PEFT's adapter_config.json."""
+    parts: tuple[AdapterPart, ...]
+    """One a trainer rank."""
+    checksum: str
+    """xxh3-64 of all blocks' checksums, hex."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One scored response of an evaluation as it is written down, without log-probs and routes."""
+
+    problem_uid: str
+    index: int
+    """Of the response in its group."""
+    prompt: str
+    """The last message of the problem."""
+    response: str
+    answer: str
+    """Reference answer."""
+    extracted: str | None
+    """The answer that was read out of the response, or None when there was none."""
+    correct: bool
+    reward: float
+    """Reward points."""
+    tokens: int
+    """Response length, the end token included."""
+    finish_reason: str
+    """Value of a `FinishReason`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

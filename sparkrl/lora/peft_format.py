@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sparkrl.config.schema import LoraConfig
 from sparkrl.errors import AdapterError, CheckpointError
-from sparkrl.lora.targets import ADAPTER, Targets
+from sparkrl.lora.targets import ADAPTER, Targets, is_input_factor
 from sparkrl.models.registry import Family
 from sparkrl.types import Adapter, TensorSpec
 
@@ -41,12 +41,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def adapter_config(lora: LoraConfig, targets: Targets, family: Family, *, base_model: str) -> dict[str, Any]:
     """Content of adapter_config.json, loadable by stock PEFT."""
+    patterns = family.expert_parameters if targets.experts and lora.expert_rank is not None else ()
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "rank_pattern": dict.fromkeys(patterns, lora.expert_rank),
+        # PEFT refuses dropout beside adapted parameters, and whoever reads the file does not train
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -57,21 +61,66 @@ def adapter_config(lora: LoraConfig, targets: Targets, family: Family, *, base_m
     }
 
 
+def peft_name(name: str) -> str:
+    """PEFT's name of a training parameter.
+
+    Raises:
+        AdapterError: PEFT's format has no place for it.
+    """
+    if found := _EXPERT.match(name):
+        inner = ".base_layer" if found[2] == "gate_up" else ""
+        return f"{found[1]}{inner}.lora_{found[3]}.weight"
+    if found := _LINEAR.match(name):
+        return f"{found[1]}.lora_{found[2]}.weight"
+    raise AdapterError(f"`{name}` is not an adapter parameter that PEFT's format has a place for")
+
+
 def to_peft(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Training names and layouts to PEFT's. Tensors are new and contiguous where the layout changes."""
     out: dict[str, Tensor] = {}
     for name, value in parameters.items():
-        if found := _EXPERT.match(name):
-            prefix, part, factor = found.groups()
+        if value.ndim == 3:
             # A: [E, R, in] -> (E * R, in); B: [E, out, R] -> (out, R * E)
-            value = value.flatten(0, 1) if factor == "A" else value.permute(1, 2, 0).flatten(1)
-            inner = ".base_layer" if part == "gate_up" else ""
-            out[f"{prefix}{inner}.lora_{factor}.weight"] = value.contiguous()
-        elif found := _LINEAR.match(name):
-            out[f"{found[1]}.lora_{found[2]}.weight"] = value.contiguous()
-        else:
-            raise AdapterError(f"`{name}` is not an adapter parameter that PEFT's format has a place for")
+            value = value.flatten(0, 1) if is_input_factor(name) else value.permute(1, 2, 0).flatten(1)
+        out[peft_name(name)] = value.contiguous()
     return dict(sorted(out.items()))
+
+
+def rank_and_scale(config: Mapping[str, Any], name: str) -> tuple[int, float]:
+    """Rank of a module's adapter and the factor on its product, as PEFT takes them from adapter_config.json.
+
+    Args:
+        name: of the module or of one of its factors, PEFT's; `experts.base_layer` is gate_up_proj, `experts` down_proj.
+    """
+    module = name.split(".lora_")[0].removeprefix("base_model.model.")
+    if module.endswith(".experts.base_layer"):
+        module = module.removesuffix(".base_layer") + ".gate_up_proj"
+    elif module.endswith(".experts"):
+        module += ".down_proj"
+
+    def chosen(pattern: Mapping[str, Any] | None, otherwise: Any) -> Any:
+        matching = (value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+        return next(matching, otherwise)
+
+    rank = int(chosen(config.get("rank_pattern"), config["r"]))
+    alpha = chosen(config.get("alpha_pattern"), config["lora_alpha"])
+    return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def differences(config: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Where two contents of adapter_config.json disagree on ranks or scales: our config's key, and both values."""
+
+    def scales(content: Mapping[str, Any]) -> dict[str, Any]:
+        ranks = [rank for key, rank in (content.get("rank_pattern") or {}).items() if ".experts" in key]
+        return {
+            "lora.rank": content.get("r"),
+            "lora.alpha": content.get("lora_alpha"),
+            "lora.rslora": bool(content.get("use_rslora")),
+            "lora.expert_rank": ranks[0] if ranks else None,
+        }
+
+    found, asked = scales(config), scales(expected)
+    yield from ((key, value, asked[key]) for key, value in found.items() if value != asked[key])
 
 
 def from_peft(tensors: Mapping[str, Tensor], *, rank: int) -> dict[str, Tensor]:
@@ -170,7 +219,7 @@ def load_adapter(folder: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dic
         raise CheckpointError(f"{error.filename or target / WEIGHTS} is missing from the adapter {target}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
         raise CheckpointError(f"the adapter {target} is damaged: {error}") from None
-    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("use_rslora"):
+    if config.get("peft_type") != "LORA" or config.get("use_dora"):
         raise CheckpointError(f"the adapter {target} is not a plain LoRA: peft_type {config.get('peft_type')}")
     return tensors, config
 

@@ -9,38 +9,55 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pkgutil
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import psutil
+import ray
 import torch
 import xxhash
 
 from sparkrl.errors import AdapterError, SparkrlError, WorkerError
+from sparkrl.lora.shared_memory import Outbox
+from sparkrl.lora.wire import to_plain
+from sparkrl.models.registry import load_config
 from sparkrl.models.routes import validate_routes
 from sparkrl.rollout import proofs
 from sparkrl.rollout.last_words import last_words
 from sparkrl.rollout.spec import ServerSpec
-from sparkrl.types import Adapter, FinishReason, Group, Problem, Response
+from sparkrl.types import Adapter, AdapterPart, FinishReason, Group, Problem, Response, SharedAdapter
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class RolloutServer:
-    """Serves one model with the newest adapter. Methods are coroutines of a Ray actor; calls are made one at a time."""
+    """Serves one model with the newest adapter. Methods are coroutines of a Ray actor.
+
+    A call for responses is answered by the adapter that was the newest when it came in. With one slot (`rollout.swap`
+    is `drain`) calls are answered one at a time, and a new adapter waits for those that came before it; with two
+    (`in_flight`) calls overlap, and it only waits for those of the adapter before the one it replaces.
+    """
 
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
         self.version: int | None = None
         self._engine: Any = None
         self._tokenizer: Any = None
-        self._config: Any = None
-        self._layers: list[int] = []
+        served_family, text_config = load_config(spec.model_path)
+        self._routing = served_family.routing(text_config)
         self._lora_request: Any = None
         self._num_loads = 0
         self._num_calls = 0
-        self._lock = asyncio.Lock()
+        self._slot = 0
+        self._num_users = [0] * spec.num_adapter_slots
+        self._freed = asyncio.Condition()
+        self._admission = asyncio.Lock()
+        self._turn: Any = asyncio.Lock() if spec.num_adapter_slots == 1 else nullcontext()
+        self._outboxes: list[Outbox] = []
 
     async def start(self) -> dict[str, Any]:
         """Bring the engine up and prove that it does what a rollout needs.
@@ -65,6 +82,7 @@ class RolloutServer:
         return {
             "start_s": time.perf_counter() - began,
             "model_bytes": sum(report["model_bytes"] for report in reports),
+            "adapter_slot_bytes": sum(report["adapter_slot_bytes"] for report in reports),
             "vllm": reports[0]["vllm"],
             "pid": os.getpid(),
             "engine_pids": [child.pid for child in psutil.Process().children(recursive=True)],
@@ -77,72 +95,91 @@ class RolloutServer:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from sparkrl.rollout import plugin
-        from sparkrl.rollout.plugin.hf_config import ARCHITECTURE, adapt, sparse_layers
+        from sparkrl.rollout.plugin.hf_config import CPU_CLASSES, CUDA_CLASSES, adapt
 
         plugin.register()
         if plugin.report()["error"]:
             raise AdapterError(str(plugin.report()["error"]))
         # vLLM would start a Python process of its own to look at a class that is registered by name only.
         settings = self.spec.engine_arguments()
-        if self.spec.device == "cpu":
-            from sparkrl.rollout.plugin.model import MuseSparkForCausalLM
-
-            ModelRegistry.register_model(ARCHITECTURE, MuseSparkForCausalLM)
-            # The trainer's adapter is float32 in either compute type, and so is its product here.
-            settings |= {"lora_dtype": torch.float32, "load_format": "sparkrl", "hf_overrides": adapt}
-        else:
+        on_cpu, family = self.spec.device == "cpu", self.spec.family
+        architecture, served_class = (CPU_CLASSES if on_cpu else CUDA_CLASSES)[family]
+        ModelRegistry.register_model(architecture, pkgutil.resolve_name(served_class))
+        if on_cpu:
+            # The adapter's product is computed in the adapter's type, whatever the model's.
+            lora_dtype = getattr(torch, self.spec.adapter_dtype)
+            settings |= {"lora_dtype": lora_dtype, "load_format": "sparkrl", "hf_overrides": adapt}
+        elif family == "muse_spark":
             from sparkrl.rollout.plugin.cuda import form
-            from sparkrl.rollout.plugin.cuda.model import MuseSparkTextForCausalLM
 
-            ModelRegistry.register_model(ARCHITECTURE, MuseSparkTextForCausalLM)
             settings |= form.load_arguments(self.spec.model_path, self.spec.tensor_parallel_size)
+        else:
+            from sparkrl.rollout.plugin.cuda.qwen3 import LOAD_ARGUMENTS
+
+            settings |= LOAD_ARGUMENTS
         arguments = AsyncEngineArgs(**settings)
         self._engine = AsyncLLM.from_engine_args(arguments)
-        self._config = self._engine.model_config.hf_config
-        self._layers = sparse_layers(self._config)
         self._tokenizer = self._engine.renderer.tokenizer
 
-    @property
-    def config(self) -> Any:
-        """The model's text config."""
-        return self._config
-
-    async def load_adapter(self, adapter: Adapter) -> tuple[int, str]:
-        """Serve this adapter from now on; waits until responses in flight are complete.
+    async def load_adapter(self, adapter: Adapter | SharedAdapter) -> tuple[int, str]:
+        """Serve this adapter from now on; returns when it does.
 
         Returns:
-            Version and checksum, the latter as computed from the bytes that reached vLLM's worker.
+            Version and checksum; vLLM's workers have found every byte as it was sent.
         Raises:
             AdapterError: damaged bytes, or a tensor that matches no module.
         """
-        async with self._lock:
+        async with self._admission:
             return await self._load(adapter)
 
-    async def _load(self, adapter: Adapter) -> tuple[int, str]:
+    async def _load(self, adapter: Adapter | SharedAdapter) -> tuple[int, str]:
         from vllm.lora.request import LoRARequest
 
+        slot = (self._slot + 1) % len(self._num_users)
+        async with self._freed:
+            await self._freed.wait_for(lambda: not self._num_users[slot])
         # A new id, name and path for every load, also of a version seen before: vLLM's prefix cache knows adapters by
         # name and path only.
         self._num_loads += 1
         self._lora_request, self.version = None, None
-        manifest = [(spec.name, list(spec.shape), spec.dtype, spec.offset) for spec in adapter.manifest]
-        answers = await self._rpc(
-            "sparkrl_load_adapter",
-            self._num_loads,
-            adapter.buffer.tobytes(),
-            manifest,
-            dict(adapter.config),
-            adapter.checksum,
-        )
-        for rank, (status, *values) in enumerate(answers):
+        parts = to_plain(await self._in_memory(adapter))
+        scaled = isinstance(adapter, SharedAdapter)
+        answers = await self._rpc("sparkrl_load_adapter", slot, self._num_loads, parts, dict(adapter.config), scaled)
+        for rank, (status, value) in enumerate(answers):
             if status != "loaded":
-                raise AdapterError(f"rank {rank} of the server refused adapter version {adapter.version}: {values[0]}")
-            if values != [self._num_loads, adapter.checksum]:
-                raise AdapterError(f"rank {rank} of the server acknowledged another adapter: {values}")
+                raise AdapterError(f"rank {rank} of the server refused adapter version {adapter.version}: {value}")
+            if value != self._num_loads:
+                raise AdapterError(f"rank {rank} of the server acknowledged another adapter: {value}")
         name = f"policy-{adapter.version}-{self._num_loads}"
         self._lora_request = LoRARequest(name, self._num_loads, f"sparkrl://{name}")
-        self.version = adapter.version
-        return adapter.version, answers[0][2]
+        self._slot, self.version = slot, adapter.version
+        return adapter.version, adapter.checksum
+
+    async def _in_memory(self, adapter: Adapter | SharedAdapter) -> list[AdapterPart]:
+        """The adapter's parts as vLLM's workers can read them: bytes that came with the call are laid out for them."""
+        if isinstance(adapter, SharedAdapter):
+            parts = list(adapter.parts)
+        else:
+            size = adapter.buffer.nbytes
+            whole = AdapterPart(
+                manifest=adapter.manifest,
+                num_bytes=size,
+                block_bytes=size,
+                checksums=(int(adapter.checksum, 16),),
+                memory=None,
+                buffer=adapter.buffer,
+            )
+            parts = [whole]
+        while len(self._outboxes) < len(parts):
+            self._outboxes.append(Outbox(f"server-{len(self._outboxes)}"))
+        found = []
+        for part, outbox in zip(parts, self._outboxes, strict=False):
+            if part.buffer is not None:
+                buffer = await part.buffer if isinstance(part.buffer, ray.ObjectRef) else part.buffer
+                np.copyto(outbox.room(part.num_bytes), buffer)
+                part = replace(part, memory=outbox.handle(), buffer=None)
+            found.append(part)
+        return found
 
     async def unload_adapter(self) -> None:
         """Serve the base model again."""
@@ -165,13 +202,22 @@ class RolloutServer:
             RoutingError: a response's routes cannot be replayed.
             WorkerError: vLLM died, or did not answer within the spec's limit.
         """
-        async with self._lock:
+        async with self._admission:
             if self.version is None:
                 raise AdapterError(
                     "the server has no adapter, and would answer with the base model",
                     hint="load an adapter before sampling; a fresh one (B = 0) changes nothing",
                 )
-            return await self._sample(problems, num_responses, temperature, top_p, max_tokens, seed)
+            slot, request, version = self._slot, self._lora_request, self.version
+            self._num_users[slot] += 1
+        try:
+            async with self._turn:
+                settings = (num_responses, temperature, top_p, max_tokens, seed)
+                return await self._answer(problems, *settings, request=request, version=version)
+        finally:
+            self._num_users[slot] -= 1
+            async with self._freed:
+                self._freed.notify_all()
 
     async def _sample(
         self,
@@ -182,9 +228,26 @@ class RolloutServer:
         max_tokens: int,
         seed: int,
     ) -> list[Group]:
+        """Responses under the newest adapter, or by the base model without one; nothing waits for anything."""
+        version = -1 if self.version is None else self.version
+        settings = (num_responses, temperature, top_p, max_tokens, seed)
+        return await self._answer(problems, *settings, request=self._lora_request, version=version)
+
+    async def _answer(
+        self,
+        problems: list[Problem],
+        num_responses: int,
+        temperature: float,
+        top_p: float,
+        max_tokens: int,
+        seed: int,
+        *,
+        request: Any,
+        version: int,
+    ) -> list[Group]:
         try:
             outputs = await asyncio.wait_for(
-                self._generate(problems, num_responses, temperature, top_p, max_tokens, seed),
+                self._generate(problems, num_responses, temperature, top_p, max_tokens, seed, request),
                 timeout=self.spec.request_timeout_s,
             )
         except TimeoutError:
@@ -200,7 +263,7 @@ class RolloutServer:
         groups = []
         for position, problem in enumerate(problems):
             mine = outputs[position * num_responses : (position + 1) * num_responses]
-            responses = tuple(self._response(problem, index, output) for index, output in enumerate(mine))
+            responses = tuple(self._response(problem, index, output, version) for index, output in enumerate(mine))
             groups.append(Group(problem=problem, responses=responses))
         return groups
 
@@ -212,6 +275,7 @@ class RolloutServer:
         top_p: float,
         max_tokens: int,
         seed: int,
+        request: Any,
     ) -> list[Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -237,7 +301,7 @@ class RolloutServer:
                     )
                     collectors.append(
                         await self._engine.add_request(
-                            f"{salt}/{problem.uid}/{index}", prompt, parameters, lora_request=self._lora_request
+                            f"{salt}/{problem.uid}/{index}", prompt, parameters, lora_request=request
                         )
                     )
         finally:
@@ -250,7 +314,7 @@ class RolloutServer:
                 await self._engine.abort(collector.request_id, internal=True)
             raise
 
-    def _response(self, problem: Problem, index: int, output: Any) -> Response:
+    def _response(self, problem: Problem, index: int, output: Any, version: int) -> Response:
         completion = output.outputs[0]
         uid = f"{problem.uid}/{index}"
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
@@ -258,18 +322,20 @@ class RolloutServer:
         if len(log_probs) != len(tokens):
             raise WorkerError(f"response `{uid}` has {len(tokens)} tokens but {len(log_probs)} log-probs")
         routes = completion.routed_experts
-        if isinstance(routes, np.ndarray) and routes.ndim == 3:
+        if not self._routing.layers:
+            routes = np.zeros((len(problem.prompt_ids) + len(tokens) - 1, 0, 0), dtype=np.uint8)
+        elif isinstance(routes, np.ndarray) and routes.ndim == 3:
             # vLLM reserves a row for every layer; dense ones never write theirs.
-            routes = np.ascontiguousarray(routes[:, self._layers])
+            routes = np.ascontiguousarray(routes[:, list(self._routing.layers)])
         finish = _FINISH.get(completion.finish_reason, FinishReason.ABORT)
         if finish is not FinishReason.ABORT:
             validate_routes(
                 routes,
                 num_prompt=len(problem.prompt_ids),
                 num_response=len(tokens),
-                num_layers=len(self._layers),
-                top_k=self._config.num_experts_per_tok,
-                num_experts=self._config.num_local_experts,
+                num_layers=self._routing.num_layers,
+                top_k=self._routing.top_k,
+                num_experts=self._routing.num_experts,
                 uid=uid,
             )
         return Response(
@@ -277,7 +343,7 @@ class RolloutServer:
             token_ids=tokens,
             log_probs=log_probs,
             routed_experts=routes,
-            policy_version=-1 if self.version is None else self.version,
+            policy_version=version,
             finish_reason=finish,
             text=self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True),
         )

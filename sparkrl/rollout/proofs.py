@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkrl.errors import AdapterError
-from sparkrl.rollout.probe import GROUPS, make_adapter
+from sparkrl.models.registry import load_config
+from sparkrl.rollout.probe import groups_of, make_adapter
 from sparkrl.rollout.spec import ServerSpec
 from sparkrl.types import Problem
 
@@ -37,7 +38,7 @@ def check_reports(reports: list[dict[str, Any]], spec: ServerSpec) -> None:
     """
     for report in reports:
         lacking = [name for name in report["required"] if not report[name]]
-        if not report["route_connector"]:
+        if spec.routes and not report["route_connector"]:
             lacking.append("route connector")
         if not report["model_class"].startswith("sparkrl."):
             lacking.append(f"model class (found {report['model_class']})")
@@ -60,7 +61,9 @@ async def check_adapters(server: RolloutServer) -> dict[str, float]:
         AdapterError: the zero adapter changed something, or a perturbed group changed nothing.
         RoutingError: the probe's routes are malformed.
     """
-    spec, config = server.spec, server.config
+    spec = server.spec
+    _, config = load_config(spec.model_path)
+    every_group = groups_of(config)
     vocabulary = np.random.default_rng(0)
     prompts = [
         Problem(
@@ -82,7 +85,7 @@ async def check_adapters(server: RolloutServer) -> dict[str, float]:
     # Some GPU kernels do not repeat themselves to the last bit; what they vary by says nothing about adapters.
     noise = float(np.abs(await first_log_probs() - base).max())
     least, most = EFFECT_LIMIT + _NOISE_FACTOR * noise, ZERO_LIMIT + _NOISE_FACTOR * noise
-    cases: list[tuple[str, tuple[str, ...], float]] = [("zero", (), 0.0), *((g, (g,), _B_STD) for g in GROUPS)]
+    cases: list[tuple[str, tuple[str, ...], float]] = [("zero", (), 0.0), *((g, (g,), _B_STD) for g in every_group)]
     change: dict[str, float] = {"noise": noise}
     for name, groups, std in cases:
         adapter = make_adapter(

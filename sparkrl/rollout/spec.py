@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sparkrl.config.schema import COLOCATED_SHARE, Config, Device
+from sparkrl.config.schema import COLOCATED_SHARE, Config, Device, Swap
+from sparkrl.models.registry import load_config
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks vLLM allocates buffers for."""
@@ -14,6 +15,12 @@ _BLOCK_TOKENS = 32
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Batch sizes that decode graphs are captured for, up to the server's own limit."""
 _MIN_FREE_SHARE = 0.05
+CUDA_TARGETS = {
+    "muse_spark": ["qkv_proj", "o_proj", "pooler", "unpooler", "experts"],
+    "qwen3_moe": ["qkv_proj", "o_proj", "experts"],
+    "qwen3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+}
+"""What of a family's served model can carry an adapter on CUDA, in vLLM's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +36,23 @@ class ServerSpec:
     kv_cache_bytes: int
     num_threads: int
     lora_rank: int
+    """The largest of any module: servers make room for one rank."""
     lora_alpha: int
     request_timeout_s: float
     seed: int
     device: str
+    family: str = "muse_spark"
+    routes: bool = True
+    """Whether the model routes, so that responses carry routes."""
+    adapter_dtype: str = "float32"
+    num_adapter_slots: int = 1
     gpu_share: float = 1.0
     """Part of each GPU that is the server's by Ray's count; below 1 when a trainer rank shares it."""
 
     @classmethod
     def from_config(cls, cfg: Config, model_path: str) -> ServerSpec:
         rollout = cfg.rollout
+        family, text_config = load_config(model_path)
         return cls(
             model_path=model_path,
             dtype=rollout.dtype.value,
@@ -48,11 +62,15 @@ class ServerSpec:
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             kv_cache_bytes=int(rollout.kv_cache_gib * 2**30),
             num_threads=rollout.num_threads,
-            lora_rank=cfg.lora.rank,
+            lora_rank=max(cfg.lora.rank, cfg.lora.expert_rank or 0),
             lora_alpha=cfg.lora.alpha,
             request_timeout_s=rollout.request_timeout_s,
             seed=cfg.seed,
             device=cfg.cluster.device.value,
+            family=family.name,
+            routes=family.routing(text_config).num_layers > 0,
+            adapter_dtype=rollout.adapter_dtype.value,
+            num_adapter_slots=2 if rollout.swap is Swap.in_flight else 1,
             gpu_share=COLOCATED_SHARE if cfg.cluster.colocate else 1.0,
         )
 
@@ -89,12 +107,12 @@ class ServerSpec:
             "kv_cache_memory_bytes": self.kv_cache_bytes,
             "seed": self.seed,
             "enable_prefix_caching": True,
-            "enable_return_routed_experts": True,
+            "enable_return_routed_experts": self.routes,
             # Of the distribution that was sampled from: after the temperature.
             "logprobs_mode": "processed_logprobs",
             "enable_lora": True,
-            "max_loras": 1,
-            "max_cpu_loras": 1,
+            "max_loras": self.num_adapter_slots,
+            "max_cpu_loras": self.num_adapter_slots,
             "max_lora_rank": rank,
             "disable_log_stats": True,
             "worker_extension_cls": "sparkrl.rollout.plugin.worker.WorkerExtension",
@@ -118,6 +136,5 @@ class ServerSpec:
                 "cudagraph_capture_sizes": [*sizes, self.max_num_seqs],
             },
             "attention_config": {"backend": "FLASH_ATTN"},
-            # What of the served model can carry an adapter, in vLLM's names.
-            "lora_target_modules": ["qkv_proj", "o_proj", "pooler", "unpooler", "experts"],
+            "lora_target_modules": CUDA_TARGETS[self.family],
         }

@@ -163,6 +163,7 @@ def reference(folder: Path, adapter: Adapter | None = None) -> nn.Module:
     if adapter is None:
         return model
     linear = ["q_proj", "k_proj", "v_proj", "self_attn.gate_proj", "o_proj", "pre_expert_proj", "post_expert_proj"]
+    linear += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]  # of the dense layer
     wrapped = get_peft_model(
         model,
         LoraConfig(

@@ -93,7 +93,7 @@ def bits(groups):
 def test_start_proofs_say_that_adapters_act(pool):
     proofs = pool.info["rollout/proofs"]
     assert proofs["zero"] <= 1e-6
-    assert min(proofs[group] for group in ("attention", "latent", "experts")) > 1e-2
+    assert min(proofs[group] for group in ("attention", "latent", "experts", "mlp")) > 1e-2
     assert pool.info["rollout/vllm"] == "0.32.0"
 
 

@@ -17,8 +17,10 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkPreTrain
 
 from sparkrl.config.schema import Config, Precision
 from sparkrl.data import load_problems, load_tokenizer
+from sparkrl.lora.merge import merge_adapter
+from sparkrl.lora.zero import zero_adapter
 from sparkrl.models.muse_spark import MuseSparkForCausalLM
-from sparkrl.quant.checkpoint import dequantize_checkpoint
+from sparkrl.quant.convert import dequantize_checkpoint
 from sparkrl.rollout import RolloutPool
 from sparkrl.trainer.group import TrainerGroup
 from sparkrl.types import TrainBatch, TrainSequence
@@ -53,9 +55,8 @@ def _config() -> Config:
     return cfg
 
 
-async def _train_and_sample(folder: Path, max_tokens: int):
+async def _train_and_sample(folder: Path, max_tokens: int, cfg: Config):
     """Train on the server's own responses; save the adapter in `folder`, and sample from it as it is served."""
-    cfg = _config()
     problems = load_problems(RECIPE / "heldout.parquet", load_tokenizer(cfg.model.path), max_prompt_tokens=120).problems
     sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": max_tokens}
     rng = np.random.default_rng(SEED)
@@ -63,7 +64,7 @@ async def _train_and_sample(folder: Path, max_tokens: int):
     try:
         pool = await RolloutPool.start(cfg)
         group = await TrainerGroup.start(cfg, run_seed=SEED)
-        await pool.load_adapter(await group.adapter(0))
+        await pool.load_adapter(await group.publish(0))
         for step in range(STEPS):
             groups = await pool.sample(problems[4 * step : 4 * step + 4], num_responses=2, seed=step, **sampling)
             sequences = tuple(
@@ -79,7 +80,7 @@ async def _train_and_sample(folder: Path, max_tokens: int):
                 for response in item.responses
             )
             await group.step(TrainBatch(sequences=sequences, policy_version=step, temperature=1.0))
-            await pool.load_adapter(await group.adapter(step + 1))
+            await pool.load_adapter(await group.publish(step + 1))
         await group.save(folder)
         return await pool.sample(problems[-4:], num_responses=4, seed=99, **sampling)
     finally:
@@ -95,7 +96,7 @@ def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapter")
     ray.init(include_dashboard=False, num_cpus=8, log_to_driver=False, object_store_memory=100 << 20)
     try:
-        return folder, asyncio.run(_train_and_sample(folder, max_tokens=64))
+        return folder, asyncio.run(_train_and_sample(folder, 64, _config()))
     finally:
         ray.shutdown()
 
@@ -138,3 +139,39 @@ def test_served_adapter_in_stock_peft_gives_the_same_log_probs(served, dequantiz
     print(f"\n{model_class.__name__}: {tokens} tokens, max |dlogp| {largest:.1e}, without the adapter {control:.1e}")
     assert largest <= 1e-4
     assert control > 1e-2
+
+
+def test_merged_checkpoint_is_served_and_scored_alike_and_near_the_adapter(served, dequantized, tmp_path):
+    adapter, groups = served
+    merge_adapter(adapter, tmp_path / "merged")
+    cfg = _config()
+    cfg.model.path = str(tmp_path / "merged")
+    problems = [group.problem for group in groups]
+
+    async def sample():
+        pool = await RolloutPool.start(cfg)
+        try:
+            await pool.load_adapter(zero_adapter(cfg.model.path, cfg.lora))
+            sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 64, "seed": 99}
+            return await pool.sample(problems, num_responses=4, **sampling)
+        finally:
+            await pool.stop()
+
+    ray.init(include_dashboard=False, num_cpus=8, log_to_driver=False, object_store_memory=100 << 20)
+    try:
+        found = asyncio.run(sample())
+    finally:
+        ray.shutdown()
+    config = MuseSparkTextConfig.from_pretrained(tmp_path / "merged")
+    merged, base = (
+        _StockText.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+        for folder in (tmp_path / "merged", dequantized)
+    )
+    largest, rounding, control = (
+        _largest_dlogp(merged, found),
+        _largest_dlogp(merged, groups),
+        _largest_dlogp(base, groups),
+    )
+    print(f"\nserved merged {largest:.1e}, merged against the adapter {rounding:.1e}, base against it {control:.1e}")
+    assert largest <= 1e-4
+    assert rounding < control

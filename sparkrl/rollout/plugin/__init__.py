@@ -43,10 +43,11 @@ def _register_cpu() -> None:
     from vllm import ModelRegistry
 
     from sparkrl.rollout.plugin import punica, route_capture, seeded_sampling
-    from sparkrl.rollout.plugin.hf_config import ARCHITECTURE
+    from sparkrl.rollout.plugin.hf_config import CPU_CLASSES
 
-    # By name: importing the model here would pull vLLM's layers into processes that never build it.
-    ModelRegistry.register_model(ARCHITECTURE, "sparkrl.rollout.plugin.model:MuseSparkForCausalLM")
+    # By name: importing a model here would pull vLLM's layers into processes that never build it.
+    for architecture, served_class in CPU_CLASSES.values():
+        ModelRegistry.register_model(architecture, served_class)
     import sparkrl.rollout.plugin.loader  # noqa: F401 - registers the load format
 
     route_capture.apply()

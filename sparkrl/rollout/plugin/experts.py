@@ -32,10 +32,10 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 
 
-class MuseExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
-    """GEMM1 + adapter, gated SiLU, GEMM2 + adapter, norm, weighted sum; fp32 from GEMM2's adapter on."""
+class CpuExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
+    """GEMM1 + adapter, gated SiLU, GEMM2 + adapter, norm if any, weighted sum; fp32 from GEMM2's adapter on."""
 
-    post_norm: Callable[[Tensor], Tensor]
+    post_norm: Callable[[Tensor], Tensor] | None = None
     """Norm of every expert's own output, float32 in and out; set once the weights are loaded."""
 
     @property
@@ -75,7 +75,9 @@ class MuseExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         return (0,), (0,), (M, K)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        self.post_norm = partial(layer.post_expert_norm, dtype=torch.float32)
+        norm = getattr(layer, "post_expert_norm", None)
+        if norm is not None:
+            self.post_norm = partial(norm, dtype=torch.float32)
 
     def apply(
         self,
@@ -116,20 +118,21 @@ class MuseExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
         for slot, mask_S1 in adapters:
             delta = _expert_delta(a_SI, context.w2_lora_a_stacked[0][slot], context.w2_lora_b_stacked[0][slot], ends_E)
             y_SH += delta if mask_S1 is None else delta * mask_S1
-        y_SH = self._norm(y_SH)
+        if self.post_norm is not None:
+            y_SH = self._norm(self.post_norm, y_SH)
 
         # Back to slot order and summed there: an index_add over sorted rows would sum in an order that depends on the
         # rest of the batch.
         y_NKH = torch.empty_like(y_SH).index_copy_(0, order_S, y_SH).view(-1, top_k, y_SH.shape[-1])
         output.copy_((y_NKH * topk_weights.float().unsqueeze(-1)).sum(1))
 
-    def _norm(self, y_SH: Tensor) -> Tensor:
+    def _norm(self, norm: Callable[[Tensor], Tensor], y_SH: Tensor) -> Tensor:
         """Per-expert norm. Tensor-parallel ranks hold partial sums, and a norm does not commute with that sum."""
         ranks = self.moe_config.moe_parallel_config.tp_size
         if ranks == 1:
-            return self.post_norm(y_SH)
+            return norm(y_SH)
         # The runner sums the ranks' outputs once more at the end, hence the division (exact for 2, 4, 8 ranks).
-        return self.post_norm(tensor_model_parallel_all_reduce(y_SH)) / ranks
+        return norm(tensor_model_parallel_all_reduce(y_SH)) / ranks
 
     def _adapters(self, token_S: Tensor, num_tokens: int) -> list[tuple[int, Tensor | None]]:
         """Active adapter slots of this batch, each with a float32 [S, 1] mask of its rows, or None for all rows."""
@@ -154,8 +157,8 @@ def _expert_delta(x_SI: Tensor, a_ERI: Tensor, b_EOR: Tensor, ends_E: Tensor) ->
     return F.grouped_mm(u_SR, b_EOR.transpose(1, 2), offs=ends_E)
 
 
-class MuseExpertsMethod(FusedMoEMethodBase):
-    """Plain weights with `MuseExperts`, whatever the checkpoint's format: experts are dequantized while loading."""
+class CpuExpertsMethod(FusedMoEMethodBase):
+    """Plain weights with `CpuExperts`, whatever the checkpoint's format: experts are dequantized while loading."""
 
     def create_weights(  # type: ignore[override]
         self,
@@ -183,7 +186,7 @@ class MuseExpertsMethod(FusedMoEMethodBase):
             quant_config=self.moe_quant_config,
             moe_config=self.moe,
             backend=UnquantizedMoeBackend.CPU,
-            experts_cls=MuseExperts,
+            experts_cls=CpuExperts,
             routing_tables=layer._expert_routing_tables(),
         )
         self.moe_kernel.fused_experts.process_weights_after_loading(layer)
@@ -214,10 +217,8 @@ class MuseExpertsMethod(FusedMoEMethodBase):
         )
 
 
-class MuseRoutedExperts(RoutedExperts):
-    """Expert weights that always get `MuseExpertsMethod`."""
-
-    post_expert_norm: torch.nn.Module
+class CpuRoutedExperts(RoutedExperts):
+    """Expert weights that always get `CpuExpertsMethod`; a family with a per-expert norm sets `post_expert_norm`."""
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
-        return MuseExpertsMethod(moe_config)
+        return CpuExpertsMethod(moe_config)

@@ -1,6 +1,6 @@
-"""From a checkpoint's config.json to the config vLLM builds the model from.
+"""From a checkpoint's config.json to the config vLLM builds the model from, and to the class that serves it.
 
-Two things are settled before vLLM reads anything else: the nested multimodal form (`muse_spark`) is reduced to its text
+Two things are settled before vLLM reads anything else: a nested multimodal form (`muse_spark`) is reduced to its text
 part, and the quantization section is taken out. `loader.py` dequantizes the experts while reading, so vLLM, which has
 no NVFP4 on CPU, need not be told that there is any.
 """
@@ -11,21 +11,35 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from sparkrl.models.registry import FAMILIES, Family, RoutingShape, family_of
+
 ARCHITECTURE = "MuseSpark1xForCausalLM"
+CPU_CLASSES = {
+    "muse_spark": (ARCHITECTURE, "sparkrl.rollout.plugin.model:MuseSparkForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "sparkrl.rollout.plugin.qwen3:Qwen3MoeForCausalLM"),
+    "qwen3": ("Qwen3ForCausalLM", "sparkrl.rollout.plugin.qwen3:Qwen3ForCausalLM"),
+}
+"""Family to architecture and class, by name: importing a class pulls vLLM's layers in."""
+CUDA_CLASSES = {
+    "muse_spark": (ARCHITECTURE, "sparkrl.rollout.plugin.cuda.model:MuseSparkTextForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "sparkrl.rollout.plugin.cuda.qwen3:Qwen3MoeForCausalLM"),
+    "qwen3": ("Qwen3ForCausalLM", "sparkrl.rollout.plugin.cuda.qwen3:Qwen3ForCausalLM"),
+}
 
 
 def adapt(config: PreTrainedConfig) -> PreTrainedConfig:
     """vLLM's `hf_overrides`: the text config without its quantization section.
 
-    The family's rules are checked before, by `sparkrl.models.registry.load_config`. Anything but a Muse Spark config is
+    The family's rules are checked before, by `sparkrl.models.registry.load_config`. Any other model's config is
     returned as it came: vLLM also calls this with a placeholder, to see whether it changes the model type.
 
     Args:
-        config: as transformers read it, `muse_spark_text` or `muse_spark` with `text_config`.
+        config: as transformers read it; of a multimodal form, with `text_config`.
     Returns:
-        A text config whose architecture is the one this plugin registers.
+        A text config whose architecture is one that this plugin registers.
     """
-    if config.model_type not in ("muse_spark", "muse_spark_text"):
+    family = _family_or_none(config)
+    if family is None:
         return config
     text: Any = getattr(config, "text_config", config)
     if text is not config:
@@ -35,10 +49,15 @@ def adapt(config: PreTrainedConfig) -> PreTrainedConfig:
                 setattr(text, name, getattr(config, name, None))
     if getattr(text, "quantization_config", None) is not None:
         del text.quantization_config
-    text.architectures = [ARCHITECTURE]
+    text.architectures = [CPU_CLASSES[family.name][0]]
     return text
 
 
-def sparse_layers(config: Any) -> list[int]:
-    """Indices of the layers that route, in order: the L of every routes array."""
-    return [index for index, kind in enumerate(config.mlp_layer_types) if kind == "sparse"]
+def routing(config: Any) -> RoutingShape:
+    """How the model of this text config routes."""
+    return family_of(config.model_type).routing(config)
+
+
+def _family_or_none(config: PreTrainedConfig) -> Family | None:
+    known = any(config.model_type in family.model_types for family in FAMILIES)
+    return family_of(config.model_type) if known else None

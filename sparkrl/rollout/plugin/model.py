@@ -8,20 +8,16 @@ Shape legend: N tokens, H hidden width, Q = heads * head width, V vocabulary.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
-    MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
@@ -31,8 +27,8 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SupportsLoRA
 
-from sparkrl.errors import CheckpointError
-from sparkrl.rollout.plugin.experts import MuseRoutedExperts
+from sparkrl.rollout.plugin.common import PACKED, DenseMlp, fill_parameters
+from sparkrl.rollout.plugin.experts import CpuRoutedExperts
 from sparkrl.rollout.plugin.layers import (
     CenteredNorm,
     FinalNorm,
@@ -42,11 +38,6 @@ from sparkrl.rollout.plugin.layers import (
     RouterGate,
     unit_rms,
 )
-
-_PACKED = {"q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv_proj", "v")}
-_PACKED_DENSE = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
-_PROJECTION = re.compile(r"(?P<parent>.*\.(?P<block>self_attn|mlp))\.(?P<name>\w+_proj)\.weight$")
-_EXPERT = re.compile(r"(?P<parent>.*\.mlp\.experts)\.(?P<name>gate_up_proj|down_proj)$")
 
 
 class MuseAttention(nn.Module):
@@ -122,7 +113,7 @@ class MuseSparseMlp(nn.Module):
                 multiplier=config.output_multiplier,
                 scale=config.routed_scaling_factor,
             ),
-            routed_experts_cls=MuseRoutedExperts,
+            routed_experts_cls=CpuRoutedExperts,
         )
         self.experts.routed_experts.post_expert_norm = InputScaledNorm(latent, config.post_norm_eps)
 
@@ -130,22 +121,6 @@ class MuseSparseMlp(nn.Module):
         router_logits = self.gate(x_NH)
         latent = self.pre_expert_norm(self.pre_expert_proj(x_NH)[0], x_NH.dtype)
         return self.post_expert_proj(self.experts(latent, router_logits))[0]
-
-
-class MuseDenseMlp(nn.Module):
-    """`down(silu(gate x) * up x)`."""
-
-    def __init__(self, config: Any, prefix: str) -> None:
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(
-            width, [inner, inner], bias=False, prefix=f"{prefix}.gate_up_proj"
-        )
-        self.down_proj = RowParallelLinear(inner, width, bias=False, prefix=f"{prefix}.down_proj")
-
-    def forward(self, x_NH: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x_NH)[0].chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)[0]
 
 
 class MuseLayer(nn.Module):
@@ -156,7 +131,7 @@ class MuseLayer(nn.Module):
         width, self.post_eps = config.hidden_size, config.post_norm_eps
         self.self_attn = MuseAttention(config, layer, vllm_config, f"{prefix}.self_attn")
         sparse = config.mlp_layer_types[layer] == "sparse"
-        self.mlp = MuseSparseMlp(config, f"{prefix}.mlp") if sparse else MuseDenseMlp(config, f"{prefix}.mlp")
+        self.mlp = MuseSparseMlp(config, f"{prefix}.mlp") if sparse else DenseMlp(config, f"{prefix}.mlp")
         self.input_layernorm = CenteredNorm(width, config.rms_norm_eps)
         self.pre_feedforward_layernorm = CenteredNorm(width, config.rms_norm_eps)
         self.post_feedforward_layernorm = InputScaledNorm(width, config.post_norm_eps)
@@ -203,10 +178,7 @@ class _Wrapper(nn.Module):
 class MuseSparkForCausalLM(nn.Module, SupportsLoRA):
     """Text-only Muse Spark with LoRA on attention, latent projections and all routed experts."""
 
-    packed_modules_mapping = {  # noqa: RUF012 - vLLM reads a plain dict off the class
-        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
-        "gate_up_proj": ["gate_proj", "up_proj"],
-    }
+    packed_modules_mapping = PACKED
     embedding_modules = {}  # noqa: RUF012
     is_3d_moe_weight = True
     """Expert adapters come fused, in PEFT's layout: one reshape and one permute a tensor, no loop over experts."""
@@ -240,75 +212,5 @@ class MuseSparkForCausalLM(nn.Module, SupportsLoRA):
         return cap * torch.tanh(logits_NV.float() * self.config.output_multiplier / cap)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill every parameter from logical checkpoint tensors.
-
-        Raises:
-            CheckpointError: a tensor has no place here, a shape is wrong, or a parameter was left unfilled.
-        """
-        parameters = dict(self.named_parameters())
-        missing = {name: _num_shards(name, self.packed_modules_mapping) for name in parameters}
-        for name, tensor in weights:
-            target, shard = _place(name, parameters)
-            if target not in parameters:
-                if _is_foreign(name):
-                    continue
-                raise CheckpointError(f"tensor `{name}` of the checkpoint has no place in a Muse Spark text decoder")
-            try:
-                _fill(target, parameters[target], tensor, shard)
-            except (AssertionError, RuntimeError, ValueError) as error:
-                raise CheckpointError(
-                    f"tensor `{name}` of shape {list(tensor.shape)} does not fit {target}: {error}",
-                    hint="config.json and the weights describe different models",
-                ) from error
-            missing[target] -= 1
-        left = sorted(name for name, count in missing.items() if count > 0)
-        if left:
-            raise CheckpointError(f"the checkpoint lacks {len(left)} of the model's tensors, first: `{left[0]}`")
-        return set(parameters)
-
-
-def _place(name: str, parameters: dict[str, Any]) -> tuple[str, str | int | None]:
-    """Parameter a checkpoint tensor goes to, and its part of it."""
-    if found := _EXPERT.match(name):
-        stacked = "w13_weight" if found["name"] == "gate_up_proj" else "w2_weight"
-        return f"{found['parent']}.routed_experts.{stacked}", None
-    if name.endswith(".mlp.experts.post_expert_norm.weight"):
-        return name.replace(".experts.", ".experts.routed_experts."), None
-    if found := _PROJECTION.match(name):
-        packed = (_PACKED if found["block"] == "self_attn" else _PACKED_DENSE).get(found["name"])
-        if packed is not None:
-            return f"{found['parent']}.{packed[0]}.weight", packed[1]
-    return name, None
-
-
-def _fill(target: str, parameter: Any, tensor: Tensor, shard: str | int | None) -> None:
-    if ".routed_experts.w" in target:
-        parameter.data.copy_(_expert_rows(target, tensor))
-    elif shard is not None:
-        parameter.weight_loader(parameter, tensor, shard)
-    elif hasattr(parameter, "weight_loader"):
-        parameter.weight_loader(parameter, tensor)
-    else:
-        if parameter.shape != tensor.shape:
-            raise ValueError(f"expected shape {list(parameter.shape)}")
-        parameter.data.copy_(tensor)
-
-
-def _expert_rows(target: str, stacked: Tensor) -> Tensor:
-    """This tensor-parallel rank's share of the expert width: of gate and of up alike, or of down's input."""
-    ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-    if ranks == 1:
-        return stacked
-    if target.endswith("w2_weight"):
-        return stacked.chunk(ranks, dim=2)[rank]
-    return torch.cat([half.chunk(ranks, dim=1)[rank] for half in stacked.chunk(2, dim=1)], dim=1)
-
-
-def _num_shards(name: str, packed: dict[str, list[str]]) -> int:
-    module = name.split(".")[-2]
-    return len(packed[module]) if module in packed else 1
-
-
-def _is_foreign(name: str) -> bool:
-    """Vision and audio towers of the published form are not served."""
-    return not name.startswith(("model.language_model.", "lm_head."))
+        """See `fill_parameters`."""
+        return fill_parameters(self, weights, family="Muse Spark", prefixes=("model.language_model.", "lm_head."))

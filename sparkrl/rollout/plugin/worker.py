@@ -1,6 +1,6 @@
 """What the engine calls inside vLLM's worker process (`worker_extension_cls`), through `collective_rpc`.
 
-Adapters come in as bytes and go straight into vLLM's adapter manager, registered and activated under an id of their
+Adapters are read from shared memory straight into vLLM's buffers, and made known to its manager under an id of their
 own; requests that carry this id then find the adapter loaded. No path is ever read: if vLLM lost the adapter it would
 try the path `sparkrl://...` and fail loudly, instead of answering with the base model.
 """
@@ -11,19 +11,18 @@ import os
 import resource
 import threading
 import time
-import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import psutil
 import torch
-import xxhash
 
 from sparkrl.errors import AdapterError
+from sparkrl.lora.wire import from_plain
 from sparkrl.rollout import plugin
+from sparkrl.rollout.plugin.loading import AdapterLoader, HostCopier
 from sparkrl.rollout.plugin.versions import installed_vllm
 
-Manifest = list[tuple[str, list[int], str, int]]
-"""Name, shape, dtype and offset of each tensor of an adapter's buffer."""
 _WATCH_S = 0.5
 """How often a worker looks whether its actor still lives, seconds."""
 
@@ -33,8 +32,10 @@ class WorkerExtension:
 
     model_runner: Any
     rank: int
+    parallel_config: Any
+    sparkrl_adapters: AdapterLoader | None = None
     sparkrl_swap_s: float = float("nan")
-    """Seconds the last adapter took from host memory into the buffers, CUDA only."""
+    """Seconds the last adapter took from shared memory into the buffers."""
 
     def sparkrl_report(self) -> dict[str, Any]:
         """What is live in this process: the plugin's report, the model class, LoRA-wrapped modules, memory."""
@@ -53,6 +54,7 @@ class WorkerExtension:
             ),
             "lora_modules": sorted(manager.modules) if manager is not None else [],
             "model_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+            "adapter_slot_bytes": _slot_bytes(manager.modules.values()) if manager is not None else 0,
             "threads": torch.get_num_threads(),
             "swap_s": self.sparkrl_swap_s,
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -70,112 +72,49 @@ class WorkerExtension:
         threading.Thread(target=watch, daemon=True, name="sparkrl-watch").start()
 
     def sparkrl_load_adapter(
-        self,
-        lora_id: int,
-        blob: bytes,
-        manifest: Manifest,
-        config: dict[str, Any],
-        checksum: str,
+        self, slot: int, lora_id: int, parts: list[dict[str, Any]], config: dict[str, Any], scaled: bool
     ) -> list[Any]:
-        """Replace every loaded adapter by this one.
+        """Replace the adapter in a slot.
 
         Args:
             lora_id: id of the new adapter, above 0 and never used before.
-            blob: the adapter's buffer.
-            manifest: name, shape, dtype and offset of each tensor.
+            parts: see `sparkrl.lora.wire.to_plain`.
             config: content of PEFT's adapter_config.json.
-            checksum: xxh3-64 of the buffer, hex.
+            scaled: whether `lora_B` is already multiplied by alpha / rank.
         Returns:
-            `["loaded", id, checksum of the bytes that arrived here]`, or `["refused", why]`: an exception would reach
-            the caller without its type, and vLLM prints a traceback for it.
+            `["loaded", id]` once the bytes lie in the buffers and this worker's share of their checksums has been found
+            right, or `["refused", why]`: an exception would reach the caller without its type, and vLLM prints a
+            traceback for it.
         """
+        began = time.perf_counter()
         try:
-            return ["loaded", lora_id, self._sparkrl_load(lora_id, blob, manifest, config, checksum)]
+            self._sparkrl_loader().load(slot, lora_id, from_plain(parts), config, scaled=scaled)
         except (AdapterError, ValueError, RuntimeError, KeyError, AssertionError) as error:
             return ["refused", str(error) or type(error).__name__]
-
-    def _sparkrl_load(
-        self,
-        lora_id: int,
-        blob: bytes,
-        manifest: Manifest,
-        config: dict[str, Any],
-        checksum: str,
-    ) -> str:
-        found = xxhash.xxh3_64_hexdigest(blob)
-        if found != checksum:
-            raise AdapterError(f"the adapter's bytes changed on the way: checksum {checksum} sent, {found} received")
-        from vllm.lora.peft_helper import PEFTHelper
-
-        helper = PEFTHelper.from_dict(config)
-        helper.validate_legal(self.model_runner.lora_manager.lora_config)
-        on_cuda = plugin.report()["platform"] == "cuda"
-        stray = (self._sparkrl_fill_buffers if on_cuda else self._sparkrl_register)(lora_id, blob, manifest, helper)
-        if stray is not None:
-            raise AdapterError(stray, hint="trainer and server must load the same checkpoint")
-        return found
-
-    def _sparkrl_fill_buffers(self, lora_id: int, blob: bytes, manifest: Manifest, helper: Any) -> str | None:
-        """On CUDA: straight into the buffers on the GPU. Returns what is wrong, or None."""
-        from sparkrl.rollout.plugin.cuda import swap
-
-        manager = self.model_runner.lora_manager._adapter_manager
-        began = time.perf_counter()
-        tensors = unpack(blob, manifest, copy=False)
-        stray = swap.load(manager, lora_id, tensors, rank=helper.r, scale=helper.vllm_lora_scaling_factor)
-        torch.cuda.synchronize()
         self.sparkrl_swap_s = time.perf_counter() - began
-        return _describe(stray, len(tensors) // 2) if stray or not tensors else None
+        return ["loaded", lora_id]
 
-    def _sparkrl_register(self, lora_id: int, blob: bytes, manifest: Manifest, helper: Any) -> str | None:
-        """On CPU: through vLLM's adapter manager. Returns what is wrong, or None."""
-        from vllm.lora.lora_model import LoRAModel
+    def _sparkrl_loader(self) -> AdapterLoader:
+        if self.sparkrl_adapters is None:
+            manager = self.model_runner.lora_manager._adapter_manager
+            place = {"worker": self.rank, "num_workers": self.parallel_config.world_size}
+            if plugin.report()["platform"] == "cuda":
+                from sparkrl.rollout.plugin.cuda import swap
 
-        worker_manager = self.model_runner.lora_manager
-        manager = worker_manager._adapter_manager
-        lora = LoRAModel.from_lora_tensors(
-            lora_model_id=lora_id,
-            tensors=unpack(blob, manifest),
-            peft_helper=helper,
-            device="cpu",
-            dtype=worker_manager.lora_config.lora_dtype,
-            model_vocab_size=worker_manager.vocab_size,
-        )
-        manager.remove_all_adapters()
-        manager.add_adapter(lora)
-        # After merging (q, k, v into one; both expert parts into one) every key must be a wrapped module: vLLM itself
-        # skips others without a word, and the base model would answer.
-        merged = {name.removesuffix(".base_layer") for name in lora.loras}
-        stray = sorted(merged - set(manager.modules))
-        if stray or not merged:
-            manager.remove_all_adapters()
-            return _describe(stray, len(merged))
-        manager.activate_adapter(lora_id)
-        return None
+                self.sparkrl_adapters = swap.make_loader(manager, **place)
+            else:
+                self.sparkrl_adapters = AdapterLoader(manager, copy=HostCopier(), **place)
+        return self.sparkrl_adapters
 
     def sparkrl_loaded_adapters(self) -> list[int]:
         """Ids of the adapters this worker holds."""
         return sorted(self.model_runner.lora_manager.list_adapters())
 
 
-def _describe(stray: list[str], num_modules: int) -> str:
-    return (
-        f"{len(stray)} of the adapter's {num_modules} modules do not exist in the served model, "
-        f"first: `{stray[0] if stray else 'none sent'}`"
-    )
-
-
-def unpack(blob: bytes, manifest: Manifest, *, copy: bool = True) -> dict[str, torch.Tensor]:
-    """Tensors of an adapter's buffer; each its own copy unless they are only read (vLLM scales `lora_B` in place)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that bytes cannot be written to
-        raw = torch.frombuffer(blob, dtype=torch.uint8)
-    tensors = {}
-    for name, shape, dtype_name, offset in manifest:
-        dtype = getattr(torch, dtype_name)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if offset + size > raw.numel():
-            raise AdapterError(f"tensor `{name}` ends at byte {offset + size} of a buffer of {raw.numel()}")
-        part = raw[offset : offset + size]
-        tensors[name] = (part.clone() if copy else part).view(dtype).reshape(shape)
-    return tensors
+def _slot_bytes(modules: Iterable[Any]) -> int:
+    """Bytes of the stacked factors that vLLM has allocated for adapters, all slots."""
+    buffers = [value for module in modules for name, value in vars(module).items() if name.endswith("_stacked")]
+    tensors = [tensor for buffer in buffers for tensor in (buffer if isinstance(buffer, list | tuple) else (buffer,))]
+    # a module may hold the same memory under two names
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

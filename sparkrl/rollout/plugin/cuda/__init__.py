@@ -7,9 +7,11 @@ vLLM serves the model natively but refuses adapters on its experts and drops the
 - `layers`: adapters on the fused query, key, value, output-gate projection, and on experts whose Marlin form folds a
   scale away;
 - `model`: the text-only class with the checkpoint's and the adapter's names;
-- `swap`: a packed adapter straight into vLLM's stacked buffers.
+- `swap`: a packed adapter straight into vLLM's stacked buffers;
+- `form`: NVFP4 as stored or BF16, and logits in float32;
+- `paths`: refuses the switches that pass by route capture or by an adapter.
 
-Routes need nothing: capture is vLLM's own on CUDA.
+Routes need nothing more: capture is vLLM's own on CUDA.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from sparkrl.errors import VersionError
 from sparkrl.rollout.plugin.versions import CUDA_VERSIONS, require_checked
 
 NAME = "LoRA on Muse Spark, CUDA"
-PATCHES = ("expert_lora", "attention_lora")
+PATCHES = ("expert_lora", "attention_lora", "whole_outputs", "decode_slots")
 HOPPER = 90
 """Compute capability, in tens, whose expert kernels all stop after GEMM2 row by row."""
 
@@ -33,22 +35,32 @@ def apply() -> None:
     require_hopper()
     from vllm import ModelRegistry
 
+    from sparkrl.rollout.plugin import decode_slots, whole_outputs
     from sparkrl.rollout.plugin.cuda import experts, layers
-    from sparkrl.rollout.plugin.hf_config import ARCHITECTURE
+    from sparkrl.rollout.plugin.hf_config import CUDA_CLASSES
 
-    # By name: importing the model here would pull vLLM's layers into processes that never build it.
-    ModelRegistry.register_model(ARCHITECTURE, "sparkrl.rollout.plugin.cuda.model:MuseSparkTextForCausalLM")
+    # By name: importing a model here would pull vLLM's layers into processes that never build it.
+    for architecture, served_class in CUDA_CLASSES.values():
+        ModelRegistry.register_model(architecture, served_class)
     import sparkrl.rollout.plugin.loader  # noqa: F401 - registers the load format
 
     experts.apply()
     layers.apply()
+    whole_outputs.apply()
+    decode_slots.apply()
 
 
 def report() -> dict[str, bool]:
     """Whether each of `PATCHES` is in place in this process."""
+    from sparkrl.rollout.plugin import decode_slots, whole_outputs
     from sparkrl.rollout.plugin.cuda import experts, layers
 
-    return {"expert_lora": experts.is_applied(), "attention_lora": layers.is_applied()}
+    return {
+        "expert_lora": experts.is_applied(),
+        "attention_lora": layers.is_applied(),
+        "whole_outputs": whole_outputs.is_applied(),
+        "decode_slots": decode_slots.is_applied(),
+    }
 
 
 def require_hopper() -> None:

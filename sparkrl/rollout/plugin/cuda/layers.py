@@ -19,12 +19,8 @@ from vllm.lora.layers.column_parallel_linear import (
 )
 from vllm.models.muse_spark.common.layers import MuseSpark1xQKVOGateParallelLinear
 
+from sparkrl.lora.forms import interleave
 from sparkrl.rollout.plugin.cuda.experts import up_over_gate
-
-
-def interleave(rows_OR: Tensor, head_dim: int) -> Tensor:
-    """Reorder each head's rows from [even | odd] halves, as the checkpoint has them, to pairs, as vLLM rotates."""
-    return rows_OR.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows_OR.shape)
 
 
 class QKVGateWithLoRA(MergedColumnParallelLinearWithLoRA):
@@ -45,10 +41,12 @@ class QKVGateWithLoRA(MergedColumnParallelLinearWithLoRA):
         self.output_ids = (self.tp_rank,) * self.n_slices
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
-        width = self.base_layer.head_size
-        query, key, *rest = lora_b
-        ordered: list[Any] = [None if rows is None else interleave(rows, width) for rows in (query, key)]
-        super().set_lora(index, lora_a, [*ordered, *rest])
+        ordered: list[Any] = [None if rows is None else self.reorder_rows(i, rows) for i, rows in enumerate(lora_b)]
+        super().set_lora(index, lora_a, ordered)
+
+    def reorder_rows(self, part: int, rows_OR: Tensor) -> Tensor:
+        """Rows of one of the four in the order that vLLM's weight has them; a swap from memory asks for it too."""
+        return interleave(rows_OR, self.base_layer.head_size) if part < 2 else rows_OR
 
     @classmethod
     def can_replace_layer(  # type: ignore[override]  # a decorator of stock's hides its signature

@@ -9,6 +9,8 @@ from vllm.models.muse_spark.common.layers import MuseSpark1xNormPreservingResidu
 from vllm.models.muse_spark.common.omni import OMNI_WEIGHTS_MAPPER
 from vllm.models.muse_spark.nvidia.model import MuseSpark1xForCausalLM
 
+from sparkrl.rollout.plugin.cuda import paths
+
 
 class MuseSparkTextForCausalLM(MuseSpark1xForCausalLM):
     """Stock's class, which maps no names and loads the float32 residual gates as bfloat16."""
@@ -18,6 +20,11 @@ class MuseSparkTextForCausalLM(MuseSpark1xForCausalLM):
     """Expert adapters come fused, in PEFT's layout: one view a tensor, no loop over experts."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", layer_type: Any = None) -> None:
+        paths.require_recorded(
+            vllm_config.model_config.hf_text_config,
+            moe_backend=vllm_config.kernel_config.moe_backend,
+            tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        )
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
         packed: dict[str, list[str]] = dict(super().packed_modules_mapping)
         self.packed_modules_mapping = {**packed, "qkv_proj": ["q_proj", "k_proj", "v_proj", "gate_proj"]}
