@@ -27,6 +27,8 @@ class Row:
     sequence: TrainSequence
     old_log_probs: np.ndarray | None = None
     """float32 [T], what the importance ratio divides by; None takes the trainer's own, before the update."""
+    trainer_log_probs: np.ndarray | None = None
+    """float32 [T], the trainer's own before the step's first update; None while this is the first."""
     base_log_probs: np.ndarray | None = None
     """float32 [T], of the base model without adapter, for a KL term."""
     counted: bool = True
@@ -54,7 +56,11 @@ class MicroBatch:
     """bool [B, M], True where there is one and the row counts."""
     advantages: Tensor
     """float32 [B, M]."""
+    rollout_log_probs: Tensor
+    """float32 [B, M]."""
     old_log_probs: Tensor | None
+    """float32 [B, M]."""
+    trainer_log_probs: Tensor | None
     """float32 [B, M]."""
     base_log_probs: Tensor | None
     """float32 [B, M]."""
@@ -127,18 +133,16 @@ def collate(rows: list[Row], device: str) -> MicroBatch:
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    def padded(name: str) -> Tensor | None:
-        values = [getattr(row, name) for row in rows]
-        if any(value is None for value in values):
-            return None
+    def padded(values: list[np.ndarray]) -> Tensor:
         out_BM = np.zeros((len(rows), longest), dtype=np.float32)
         for out, value in zip(out_BM, values, strict=True):
             out[: len(value)] = value
         return put(out_BM)
 
-    advantages_BM = np.zeros((len(rows), longest), dtype=np.float32)
-    for out, row in zip(advantages_BM, rows, strict=True):
-        out[: len(row.sequence.advantages)] = row.sequence.advantages
+    def padded_if_all(values: list[np.ndarray | None]) -> Tensor | None:
+        given = [value for value in values if value is not None]
+        return padded(given) if len(given) == len(rows) else None
+
     routes = [row.sequence.routed_experts for row in rows]
     with_routes = all(len(route) == num_fed(row.sequence) for route, row in zip(routes, rows, strict=True))
     return MicroBatch(
@@ -153,8 +157,10 @@ def collate(rows: list[Row], device: str) -> MicroBatch:
         counted=put(np.concatenate(counted)),
         response_index=put(index_BM),
         response_mask=put(mask_BM),
-        advantages=put(advantages_BM),
-        old_log_probs=padded("old_log_probs"),
-        base_log_probs=padded("base_log_probs"),
+        advantages=padded([row.sequence.advantages for row in rows]),
+        rollout_log_probs=padded([row.sequence.rollout_log_probs for row in rows]),
+        old_log_probs=padded_if_all([row.old_log_probs for row in rows]),
+        trainer_log_probs=padded_if_all([row.trainer_log_probs for row in rows]),
+        base_log_probs=padded_if_all([row.base_log_probs for row in rows]),
         num_responses=num_responses,
     )

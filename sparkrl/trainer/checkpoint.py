@@ -18,8 +18,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sparkrl.errors import CheckpointError
-from sparkrl.lora.peft_format import CONFIG, WEIGHTS, from_peft, save_adapter, to_peft, write_safetensors
-from sparkrl.trainer.engine import AdapterEngine, local_rows
+from sparkrl.lora.peft_format import (
+    CONFIG,
+    WEIGHTS,
+    adapter_config,
+    differences,
+    from_peft,
+    rank_and_scale,
+    save_adapter,
+    to_peft,
+    write_safetensors,
+)
+from sparkrl.trainer.engine import AdapterEngine
+from sparkrl.trainer.loading import local_rows
 
 STATE = "trainer_state.safetensors"
 _FORMAT = "1"
@@ -62,11 +73,10 @@ def load(engine: AdapterEngine, folder: str) -> dict[str, int]:
         config = json.loads((target / CONFIG).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{target / CONFIG} is missing or damaged: {error}") from None
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if (rank, alpha) != (engine.cfg.lora.rank, engine.cfg.lora.alpha):
+    expected = adapter_config(engine.cfg.lora, engine.targets, engine.family, base_model=engine.path)
+    for key, found, asked in differences(config, expected):
         raise CheckpointError(
-            f"the adapter in {folder} has rank {rank} and alpha {alpha}, the config asks for rank "
-            f"{engine.cfg.lora.rank} and alpha {engine.cfg.lora.alpha}",
+            f"the adapter in {folder} has `{key}` {found}, the config asks for {asked}",
             hint="resume with the config that the run was started with",
         )
     wanted = {
@@ -91,7 +101,9 @@ def load(engine: AdapterEngine, folder: str) -> dict[str, int]:
     counters = json.loads(metadata["counters"])
     with torch.no_grad():
         for name, parameter in parameters.items():
-            (whole,) = from_peft({wanted[name][0]: adapter.get_tensor(wanted[name][0])}, rank=rank).values()
+            stored = wanted[name][0]
+            rank, _ = rank_and_scale(config, stored)
+            (whole,) = from_peft({stored: adapter.get_tensor(stored)}, rank=rank).values()
             local, start = local_rows(parameter)
             local.copy_(whole[start : start + len(local)])
             if saved:

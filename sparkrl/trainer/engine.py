@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import apply_fsdp2
@@ -30,16 +28,14 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine import FSDPEngineWithLMHead
 
-from sparkrl.config.schema import Config
-from sparkrl.errors import CheckpointError
-from sparkrl.lora.targets import Targets, add_adapter, initial_rows, is_adapter, resolve_targets
+from sparkrl.config.schema import Base, Config
+from sparkrl.lora.targets import Targets, add_adapter, resolve_targets
 from sparkrl.models.registry import load_config
 from sparkrl.quant.checkpoint import CheckpointReader
 from sparkrl.trainer.batch import MicroBatch, Totals
+from sparkrl.trainer.loading import fill_module, pack_experts
 from sparkrl.trainer.losses import Loss
 from sparkrl.trainer.replay import RouteReplay
-
-_PEFT_PREFIX = "base_model.model."
 
 
 class AdapterEngine(FSDPEngineWithLMHead):
@@ -56,6 +52,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
     def __init__(self, cfg: Config, *, path: str, seed: int) -> None:
         self.cfg, self.seed, self.path = cfg, seed, path
         self.family, self.text_config = load_config(path)
+        self.reader = CheckpointReader(path)
         self.dtype = getattr(torch, cfg.trainer.dtype.value)
         optimizer = cfg.trainer.optimizer
         # the fields of verl's model config that the inherited methods read
@@ -90,7 +87,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
         self.optimizer = self._build_optimizer(self.module)
         self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
         self.replay = RouteReplay(self.module, self.family.router_class)
-        self.loss = Loss(self.cfg.algorithm)
+        self.loss = Loss(self.cfg.algorithm, response_budget=self.cfg.rollout.max_response_tokens)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The adapter's parameters by name, in a fixed order."""
@@ -99,6 +96,8 @@ class AdapterEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> nn.Module:
         with torch.device("meta"):
             module: Any = self.family.build(self.text_config, self.dtype)
+            if self.cfg.trainer.base is Base.packed:
+                pack_experts(module, self.reader, self.family, self.dtype)
         self.targets = resolve_targets(list(self.cfg.lora.targets), self.family, module)
         if self.cfg.trainer.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -119,50 +118,10 @@ class AdapterEngine(FSDPEngineWithLMHead):
         )
         module.to_empty(device=get_device_id())
         with torch.no_grad():
-            self._fill(module)
+            fill_module(module, self.reader, self.family, self.text_config, seed=self.seed)
+        self.base_bytes_read = self.reader.bytes_read
+        del self.reader  # closes the files
         return module
-
-    def _fill(self, module: nn.Module) -> None:
-        reader = CheckpointReader(self.path)
-        wanted = set()
-        for name, parameter in module.named_parameters():
-            local, start = local_rows(parameter)
-            if is_adapter(name):
-                local.copy_(initial_rows(name, parameter.shape, start, start + len(local), seed=self.seed))
-                continue
-            wanted.add(self._read(reader, name, local, start, tuple(parameter.shape)))
-        for name, buffer in module.named_buffers():
-            if not name.endswith("inv_freq"):
-                wanted.add(self._read(reader, name, buffer, 0, tuple(buffer.shape)))
-        rotary: list[Any] = [child for child in module.modules() if hasattr(child, "inv_freq")]
-        for child in rotary:  # its buffers are not in checkpoints
-            fresh, child.attention_scaling = child.compute_default_rope_parameters(child.config)
-            child.inv_freq.copy_(fresh)
-            child.original_inv_freq.copy_(fresh)
-        ours = ("model.language_model.", "lm_head.")
-        if unknown := sorted(name for name in set(reader.names) - wanted if name.startswith(ours)):
-            raise CheckpointError(
-                f"{self.path} holds {len(unknown)} text tensors that a {self.family.name} model of this config has no "
-                f"place for, the first is `{unknown[0]}`",
-                hint="check that config.json belongs to these files",
-            )
-        self.base_bytes_read = reader.bytes_read
-
-    def _read(self, reader: CheckpointReader, name: str, local: Tensor, start: int, shape: tuple[int, ...]) -> str:
-        stored = name.removeprefix(_PEFT_PREFIX).replace(".base_layer", "")
-        if reader.shape(stored) != shape:
-            raise CheckpointError(
-                f"`{stored}` in {self.path}/{reader.file(stored)} has shape {reader.shape(stored)}, "
-                f"the config asks for {shape}"
-            )
-        # NVFP4 becomes bfloat16 first, also for a float32 trainer: those are the weights that the adapter is for
-        dtype = torch.bfloat16 if reader.is_quantized(stored) else None
-        # an expert at a time, so that a stack is never held twice
-        step = 1 if local.ndim == 3 else max(1, len(local))
-        for i in range(0, len(local), step):
-            j = min(i + step, len(local))
-            local[i:j].copy_(reader.rows(stored, start + i, start + j, dtype=dtype))
-        return stored
 
     def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer([p for p in module.parameters() if p.requires_grad], self.optimizer_config)
@@ -234,11 +193,3 @@ class AdapterEngine(FSDPEngineWithLMHead):
         entropy_BM = out.entropy[0][batch.response_index] if with_entropy else None
         self.forward_s += time.perf_counter() - started
         return log_probs_BM, entropy_BM
-
-
-def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows of a parameter or optimizer state, and the first one's place in the whole."""
-    if not isinstance(parameter, DTensor):
-        return parameter, 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), offset[0]

@@ -12,14 +12,16 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from sparkrl.config.schema import COLOCATED_SHARE, Config, Device, OldLogProbs
+from sparkrl.config.schema import COLOCATED_SHARE, Config, Device, OldLogProbs, Transport
 from sparkrl.errors import DataError, SparkrlError, WorkerError
+from sparkrl.lora.wire import gather_parts
 from sparkrl.models.registry import RoutingShape, load_config
 from sparkrl.models.routes import validate_routes
 from sparkrl.trainer.batch import Row, Totals, num_fed, plan
+from sparkrl.trainer.correction import correction_metrics
 from sparkrl.trainer.metrics import agreement, ratio
 from sparkrl.trainer.worker import RankResult, TrainerWorker
-from sparkrl.types import Adapter, TrainBatch, TrainResult, TrainSequence
+from sparkrl.types import Adapter, SharedAdapter, TrainBatch, TrainResult, TrainSequence
 
 _GRACE_S = 3.0
 """After a rank fails, how long to wait for other ranks' errors before deciding which one is the cause."""
@@ -83,6 +85,7 @@ class TrainerGroup:
             "pids": [fact["pid"] for fact in facts],
             "adapter_config": facts[0]["adapter_config"],
             "routing_layers": facts[0]["routing_layers"],
+            "replay": _replay_state(trainer.replay, group._routing),
             "start_s": time.perf_counter() - started,
         }
         return group
@@ -114,7 +117,7 @@ class TrainerGroup:
                 row.base_log_probs = base[row.index]
             metrics["time/train_base_log_probs_s"] = time.perf_counter() - begun
         every = trainer.compare_without_replay_every
-        if every and self._num_steps % every == 0:
+        if every and self._num_steps % every == 0 and self._routing.layers:
             begun = time.perf_counter()
             free = await self.score(sequences, replay=False, temperature=batch.temperature)
             free_dlogp = agreement(_dlogp(free, sequences), suffix="_no_replay")
@@ -124,6 +127,7 @@ class TrainerGroup:
         for row in rows:
             old = row.sequence.rollout_log_probs if use_rollout else None if before is None else before[row.index]
             row.old_log_probs = old
+            row.trainer_log_probs = None if before is None else before[row.index]
 
         outcomes = []
         for part in np.array_split(np.arange(len(rows)), min(trainer.num_mini_batches, len(rows))):
@@ -149,6 +153,7 @@ class TrainerGroup:
             "train/skipped_updates": float(sum(not _finite(results) for results in outcomes)),
             **ratio(first_log_probs, old_log_probs, [row.sequence for row in first_rows], algorithm),
             **agreement(dlogp),
+            **correction_metrics(current, sequences, algorithm.correction),
             "agree/route_agreement": sum(result.routes_same for result in first) / seen if seen else float("nan"),
             "perf/train_tokens": float(num_tokens),
             "perf/train_tokens_per_s": num_tokens / wall_s,
@@ -174,8 +179,25 @@ class TrainerGroup:
         merged = _merge(await self._score(rows, temperature=temperature, pin=replay), "log_probs")
         return [merged[i] for i in range(len(sequences))]
 
+    async def publish(self, version: int) -> SharedAdapter:
+        """The current adapter for the servers, each rank's part from where it lies; no rank ever holds all of it.
+
+        Valid until the next call: the ranks use the memory again.
+
+        Raises:
+            AdapterError: a machine does not have the memory.
+        """
+        transport = self._cfg.rollout.adapter_transport
+        if transport is Transport.auto:
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            transport = Transport.shared_memory if len(nodes) == 1 else Transport.object_store
+        through_store = transport is Transport.object_store
+        limit = self._cfg.trainer.step_timeout_s
+        parts = await self._call("publish", self._everywhere(), limit, through_store=through_store)
+        return gather_parts(parts, self.info["adapter_config"], version)
+
     async def adapter(self, version: int) -> Adapter:
-        """The current adapter in PEFT's form, float32, packed and stamped with `version`."""
+        """The current adapter in PEFT's form, float32, gathered on one rank and stamped with `version`."""
         packed = await self._call("adapter", self._everywhere(version), self._cfg.trainer.step_timeout_s)
         return packed[0]
 
@@ -237,6 +259,7 @@ class TrainerGroup:
             index=-1,
             sequence=shortest.sequence,
             old_log_probs=shortest.old_log_probs,
+            trainer_log_probs=shortest.trainer_log_probs,
             base_log_probs=shortest.base_log_probs,
             counted=False,
         )
@@ -307,6 +330,12 @@ class TrainerGroup:
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
         raise self._failure
+
+
+def _replay_state(wanted: bool, routing: RoutingShape) -> str:
+    if not routing.layers:
+        return "off: a dense model has no routes"
+    return "on" if wanted else "off"
 
 
 def _gpus_of_a_rank(cfg: Config) -> float:

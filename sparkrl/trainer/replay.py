@@ -18,11 +18,11 @@ class RouteReplay:
 
     Args:
         model: the model; its routers have a `replay` attribute.
-        router_class: their class.
+        router_class: their class; None for a model that does not route, where this does nothing.
     """
 
-    def __init__(self, model: nn.Module, router_class: type[nn.Module]) -> None:
-        routers = [module for module in model.modules() if isinstance(module, router_class)]
+    def __init__(self, model: nn.Module, router_class: type[nn.Module] | None) -> None:
+        routers = [m for m in model.modules() if router_class is not None and isinstance(m, router_class)]
         for layer, router in enumerate(routers):
             router.replay = functools.partial(self._choose, layer)  # type: ignore[assignment]
         self.num_layers = len(routers)

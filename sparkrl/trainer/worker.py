@@ -6,17 +6,20 @@ import datetime
 import os
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparkrl.config.schema import Config, Device
 from sparkrl.trainer.batch import MicroBatch, Row, Totals, collate
-from sparkrl.types import Adapter
+from sparkrl.types import Adapter, AdapterPart
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from sparkrl.lora.shared_memory import Outbox
+    from sparkrl.lora.wire import PartWriter
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class TrainerWorker:
         torch.set_num_threads(cfg.trainer.num_threads)
         self.device = "cpu" if cfg.cluster.device is Device.cpu else "cuda:0"
         self._store: Any = None
+        self._writer: PartWriter | None = None
+        self._outbox: Outbox
 
     def open_store(self) -> tuple[str, int]:
         """On rank 0: open the rendezvous on a port the system chooses.
@@ -121,6 +126,11 @@ class TrainerWorker:
 
     def update(self, plan: list[list[Row]], totals: Totals, *, temperature: float, pin: bool) -> RankResult:
         """One optimizer step over the rows; log-probs and entropies are those before it."""
+        if self.cfg.lora.dropout:
+            import torch
+
+            # a resumed run draws what an uninterrupted one does
+            torch.manual_seed((self.engine.seed + self.num_updates) * self.num_ranks + self.rank)
         batches = [collate(rows, self.device) for rows in plan]
         outputs, figures = self.engine.update(batches, totals, temperature=temperature, pin=pin)
         log_probs: dict[int, np.ndarray] = {}
@@ -138,6 +148,29 @@ class TrainerWorker:
 
         tensors = gather_adapter(self.engine)
         return pack(tensors, self.adapter_config, version) if self.rank == 0 else None
+
+    def publish(self, *, through_store: bool) -> AdapterPart:
+        """This rank's part of the adapter, for servers on this machine, or through Ray's object store.
+
+        The memory is used again by the next call: every reader must be done with it by then.
+        """
+        from sparkrl.lora.shared_memory import Outbox
+        from sparkrl.lora.wire import PartWriter
+        from sparkrl.trainer.loading import local_rows
+
+        if self._writer is None:
+            parameters = self.engine.trainable()
+            tensors = {name: (*local_rows(value), value.shape[0]) for name, value in parameters.items()}
+            self._writer = PartWriter(tensors, self.adapter_config, self.cfg.rollout.adapter_dtype.value)
+            self._outbox = Outbox(f"rank-{self.rank}", pinned=self.device != "cpu")
+        if through_store:
+            import ray
+
+            buffer = np.zeros(self._writer.num_bytes, dtype=np.uint8)
+            part = self._writer.write(buffer, memory=None)
+            return replace(part, buffer=ray.put(buffer))
+        target = self._outbox.room(self._writer.num_bytes)
+        return self._writer.write(target, memory=self._outbox.handle())
 
     def save(self, folder: str, counters: dict[str, int]) -> None:
         """Write adapter and optimizer state; rank 0 writes."""

@@ -61,6 +61,15 @@ def test_collate_packs_inputs_targets_and_response_positions():
     assert batch.routes.shape == (7, 1, 2) and batch.counted.tolist() == [True] * 4 + [False] * 3
 
 
+def test_collate_of_a_one_token_prompt_and_a_response_that_ends_at_once():
+    rows = [Row(index=i, sequence=sequence([i + 5], [1])) for i in range(2)]
+    batch = collate(rows, "cpu")
+    assert batch.input_ids.tolist() == [[5, 6]] and batch.targets.tolist() == [[1, 1]]
+    assert batch.position_ids.tolist() == [[0, 0]]
+    assert batch.response_index.tolist() == [[0], [1]] and batch.response_mask.all()
+    assert batch.routes.shape == (2, 1, 2)
+
+
 def test_k3_equals_its_formula_and_is_never_negative_near_zero():
     d = np.array([0.5, -1.0, 2.0], np.float32)
     assert k3(d) == pytest.approx(((np.exp(0.5) - 1.5) + (np.exp(-1) + 0) + (np.exp(2) - 3)) / 3, rel=1e-6)
@@ -86,7 +95,7 @@ def make_loss():
     platform.install("cpu")
     from sparkrl.trainer.losses import Loss
 
-    return Loss
+    return lambda algorithm: Loss(algorithm, response_budget=10)
 
 
 def rows_for_loss():
