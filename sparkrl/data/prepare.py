@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _INSTRUCTION = (
 )
 """DAPO-Math's own prompt, put around problems that are published bare."""
 _AIME_ANSWERS = range(1000)
+_LONGEST_ANSWER = 200
+"""Characters of a `solution` column that is taken for the answer alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,7 @@ def prepare(name: str, *, source: str | None, out: Path) -> Prepared:
     Args:
         name: `dapo_math`, `aime2024` or `aime2025`.
         source: a .parquet, .jsonl or .json (lines) file, a folder of them, or a Hugging Face id, `ID@REVISION` too;
-            None takes the published one. Problems without a chat prompt (`problem` or `question`, and `answer`) get
+            None takes the published one. Problems without a chat prompt (text in `prompt`, `problem` or `question`) get
             DAPO-Math's instruction around them.
         out: parquet file to write; the manifest lies beside it. Both appear whole or not at all.
     Raises:
@@ -85,7 +88,8 @@ def prepare(name: str, *, source: str | None, out: Path) -> Prepared:
     if not candidates:
         raise DataError(
             f"no usable problem in {chosen}: {'; '.join(found.examples) or 'it has no rows'}",
-            hint="rows need `prompt` and `reward_model.ground_truth`, or `problem` and `answer`",
+            hint="rows need `prompt` (chat messages or text), `problem` or `question`, and "
+            "`reward_model.ground_truth`, `answer` or `solution`",
         )
     if published.is_aime:
         for candidate in candidates:
@@ -154,13 +158,23 @@ def _to_schema(record: dict[str, Any]) -> dict[str, Any]:
         prompt = record.get("problem") or record.get("question")
     if isinstance(prompt, str) and prompt.strip():
         prompt = [{"role": "user", "content": _INSTRUCTION.format(problem=prompt.strip())}]
-    truth = record.get("reward_model") or {"ground_truth": record.get("answer")}
+    truth = record.get("reward_model") or {"ground_truth": _flat_answer(record)}
     return {"prompt": prompt, "reward_model": truth, "data_source": record.get("data_source")}
 
 
+def _flat_answer(record: dict[str, Any]) -> Any:
+    """The answer of a flat row: `answer`, or `solution` where that is an answer on one line and no worked solution."""
+    answer, solution = record.get("answer"), record.get("solution")
+    if answer is not None or not isinstance(solution, str):
+        return answer if answer is not None else solution
+    text = solution.strip()
+    return text if "\n" not in text and len(text) <= _LONGEST_ANSWER else None
+
+
 def _aime_answer(candidate: Candidate) -> str:
-    """A whole number from 0 to 999 without leading zeros; one published copy has a degree sign on it."""
-    text = candidate.answer.strip("$ ").removesuffix("^\\circ").removesuffix("^{\\circ}").removesuffix("°").strip()
+    """A whole number from 0 to 999 without leading zeros; published copies have a degree sign or a box around it."""
+    bare = re.sub(r"^\\boxed\{(.*)\}$", r"\1", candidate.answer.strip("$ "))
+    text = bare.removesuffix("^\\circ").removesuffix("^{\\circ}").removesuffix("°").strip()
     if not (text.isascii() and text.isdigit() and int(text) in _AIME_ANSWERS):
         raise DataError(f"row {candidate.row}: an AIME answer is a whole number from 0 to 999, got: {candidate.answer}")
     return str(int(text))

@@ -90,11 +90,15 @@ class Deduplicated:
     examples: list[str]
     """The first bad rows, for people."""
 
-    def leave_out(self, row: int, reason: str, num_rows: int = 1) -> None:
-        """Count rows as left out."""
+    def leave_out(self, row: int, reason: str, num_rows: int = 1, *, detail: str = "") -> None:
+        """Count rows as left out.
+
+        Args:
+            detail: the field that is wrong, and what was found there.
+        """
         self.counts[reason] += num_rows
         if len(self.examples) < _NUM_ROWS_NAMED:
-            self.examples.append(f"row {row}: {_REASONS[reason]}")
+            self.examples.append(f"row {row}: {_REASONS[reason]}" + (f" ({detail})" if detail else ""))
 
 
 def deduplicate(rows: Iterable[tuple[int, dict[str, Any]]]) -> Deduplicated:
@@ -108,12 +112,15 @@ def deduplicate(rows: Iterable[tuple[int, dict[str, Any]]]) -> Deduplicated:
     by_uid: dict[str, Candidate] = {}
     for row, record in rows:
         found.counts["rows"] += 1
-        messages, answer = _messages(record.get("prompt")), _answer(record.get("reward_model"))
-        if messages is None:
-            found.leave_out(row, NO_PROMPT)
+        try:
+            messages = _messages(record.get("prompt"))
+        except _FieldError as error:
+            found.leave_out(row, NO_PROMPT, detail=str(error))
             continue
-        if answer is None:
-            found.leave_out(row, NO_ANSWER)
+        try:
+            answer = _answer(record.get("reward_model"))
+        except _FieldError as error:
+            found.leave_out(row, NO_ANSWER, detail=str(error))
             continue
         uid = _uid(messages)
         if (earlier := by_uid.get(uid)) is None:
@@ -217,7 +224,8 @@ def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
             if missing:
                 raise DataError(
                     f"{file} lacks the column(s) {', '.join(missing)}; it has: {', '.join(names)}\n"
-                    f"Expected: {_EXPECTED}"
+                    f"Expected: {_EXPECTED}",
+                    hint=f"`sparkrl data prepare dapo_math --source {file} --out FILE.parquet` converts other forms",
                 )
             wanted = [name for name in ("prompt", "reward_model", "data_source") if name in names]
             for batch in parquet.iter_batches(batch_size=4096, columns=wanted):
@@ -244,29 +252,48 @@ def _read_json_lines(file: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{file} cannot be read: {error}") from error
 
 
-def _messages(prompt: Any) -> Messages | None:
-    """Chat messages with text in them, or None."""
-    if isinstance(prompt, str):
+class _FieldError(ValueError):
+    """A field of a row that is not what the schema says."""
+
+    def __init__(self, field: str, expected: str, found: Any) -> None:
+        shown = repr(found) if found is None or isinstance(found, str | int | float) else type(found).__name__
+        super().__init__(f"`{field}` must be {expected}, got: {shown[:60]}")
+
+
+def _messages(prompt: Any) -> Messages:
+    """Chat messages with text in them.
+
+    Raises:
+        _FieldError: names the first field that is wrong.
+    """
+    if isinstance(prompt, str) and prompt.strip():
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        return None
+        raise _FieldError("prompt", "text or a list of messages", prompt)
     messages = []
-    for message in prompt:
+    for i, message in enumerate(prompt):
         if not isinstance(message, dict):
-            return None
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
-            return None
-        messages.append({"role": role, "content": content})
+            raise _FieldError(f"prompt[{i}]", "a message with role and content", message)
+        for name in ("role", "content"):
+            value = message.get(name)
+            if not isinstance(value, str) or not value.strip():
+                raise _FieldError(f"prompt[{i}].{name}", "text", value)
+        messages.append({"role": message["role"], "content": message["content"]})
     return tuple(messages)
 
 
-def _answer(reward_model: Any) -> str | None:
-    """The reference answer as text, or None."""
-    answer = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        return None
-    return str(answer).strip() or None
+def _answer(reward_model: Any) -> str:
+    """The reference answer as text.
+
+    Raises:
+        _FieldError: there is none.
+    """
+    if not isinstance(reward_model, dict):
+        raise _FieldError("reward_model", "an object with ground_truth", reward_model)
+    answer = reward_model.get("ground_truth")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise _FieldError("reward_model.ground_truth", "text or a number", answer)
+    return str(answer).strip()
 
 
 def _uid(messages: Messages) -> str:

@@ -63,15 +63,21 @@ def build_batch(
 
 
 def rollout_metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards, accuracy and lengths of one step's responses; names as in docs/metrics.md."""
+    """Rewards, accuracy and lengths of one step's responses; names as in docs/metrics.md.
+
+    Right, wrong and unreadable answers (`rollout/extraction_failures`, counted by the rewarder) and what could not be
+    scored in time add up to all responses.
+    """
     rewards_PG = np.array([[score.reward for score in item.scores] for item in scored], dtype=np.float64)
     correct_PG = np.array([[score.correct for score in item.scores] for item in scored])
+    wrong = [not score.correct and score.extracted is not None for item in scored for score in item.scores]
     responses = [response for item in scored for response in item.group.responses]
     tokens = np.array([len(response.token_ids) for response in responses])
     return {
         "rollout/reward_mean": float(rewards_PG.mean()),
         "rollout/reward_std": float(rewards_PG.std()),
         "rollout/accuracy": float(correct_PG.mean()),
+        "rollout/wrong_answers": float(np.mean(wrong)),
         "rollout/mixed_groups": float((correct_PG.any(axis=1) & ~correct_PG.all(axis=1)).mean()),
         "rollout/response_tokens_mean": float(tokens.mean()),
         "rollout/response_tokens_max": float(tokens.max()),

@@ -52,7 +52,8 @@ def ray_cluster(config: Config) -> Iterator[None]:
     except Exception as error:  # border: Ray raises many kinds here, none of them ours
         raise WorkerError(
             f"Ray cannot be {'started' if cluster.address is None else 'reached at ' + cluster.address}: {error}",
-            hint="see `sparkrl doctor`; a cluster's address is `auto` on one of its nodes",
+            hint="see `sparkrl doctor`; a cluster's address is `auto` on one of its nodes; one that was started with a "
+            "token wants `RAY_AUTH_MODE=token` in the environment",
         ) from error
     for number, handler in handlers.items():
         signal.signal(number, handler)  # Ray installs crash handlers of its own, which print stacks at a plain SIGTERM

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from sparkrl.config.load import from_yaml
+from sparkrl.config.rules import learning_rate_advice
 from sparkrl.config.schema import Config
 from sparkrl.data import ProblemStream, load_problems, load_tokenizer
 from sparkrl.errors import CheckpointError, ConfigError, SparkrlError
-from sparkrl.evals import evaluate
+from sparkrl.evals import evaluate, with_gain
 from sparkrl.loop.cluster import ray_cluster
 from sparkrl.loop.preflight import check_model
 from sparkrl.reward import Rewarder
@@ -61,7 +62,7 @@ class Parts:
         if not self.eval_problems:
             return
         with self.telemetry.stage("eval"):
-            result, scored = await evaluate(
+            evaluation = await evaluate(
                 self.rollout,
                 self.rewarder,
                 self.eval_problems,
@@ -69,8 +70,12 @@ class Parts:
                 step=step,
                 max_tokens=self.config.rollout.max_response_tokens,
                 seed=eval_seed(self.config),
+                problems_at_once=eval_problems_at_once(self.config),
             )
-        self.telemetry.log_eval(result, scored)
+        # Before the first step the adapter changes nothing: that evaluation is the baseline of the later ones.
+        baseline = self.run.answers(0) if step else ()
+        evaluation = with_gain(evaluation, baseline, self.config.eval)
+        self.telemetry.log_eval(evaluation.result, evaluation.answers, baseline)
 
     async def save(self, step: int) -> None:
         """Write a checkpoint: PEFT adapter, optimizer state, position in the data."""
@@ -97,6 +102,13 @@ class Parts:
 def eval_seed(config: Config) -> int:
     """Seed of every evaluation: they draw the same noise every time, and never that of a training step of the run."""
     return (config.seed + 1) * _SEEDS_A_RUN + 3
+
+
+def eval_problems_at_once(config: Config) -> int:
+    """Problems of one call to the servers: as the config says, else enough to fill every server twice, so that it is
+    busy to the end of most of a call while a kill costs the answers of one call only."""
+    fills = 2 * config.rollout.max_num_seqs * config.rollout.num_replicas
+    return config.eval.problems_at_once or max(fills // config.eval.k, 1)
 
 
 @asynccontextmanager
@@ -146,9 +158,13 @@ async def _start(config: Config, run: RunFolder, telemetry: Telemetry, stack: As
     with telemetry.setup_stage("server_and_trainer", "starting server and trainer"):
         rollout, trainer = await _start_both(config, stack)
     telemetry.note_setup(rollout=rollout.info, trainer=trainer.info)
+    if config.trainer.replay and not trainer.info["routing_layers"]:
+        telemetry.warn("this model has no routed experts, so `trainer.replay` is off: there is nothing to replay")
+    if advice := learning_rate_advice(config):
+        telemetry.warn(advice)
     first_step = await _restore(run, data, trainer) if config.loop.resume else 0
     with telemetry.setup_stage("first_adapter", "loading the first adapter"):
-        await rollout.load_adapter(await trainer.adapter(first_step))
+        await rollout.load_adapter(await trainer.publish(first_step))
     return Parts(
         config=config,
         data=data,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from sparkrl.config.schema import Config
+from sparkrl.config.schema import Base, Config
+from sparkrl.errors import AdapterError
+from sparkrl.lora.peft_format import differences
 from sparkrl.lora.targets import resolve_targets
 from sparkrl.models.registry import load_config
 from sparkrl.quant.checkpoint import CheckpointReader
+from sparkrl.trainer.loading import pack_experts
+from sparkrl.types import Adapter
 
 
 def check_model(config: Config) -> None:
@@ -15,10 +21,48 @@ def check_model(config: Config) -> None:
 
     Raises:
         CheckpointError: an unknown family, a broken config, a missing or damaged file, quantization that does not fit.
-        ConfigError: `lora.targets` names something the model does not have.
+        ConfigError: `lora.targets` names something the model does not have, or `trainer.base` keeps what it has not.
     """
     family, text_config = load_config(config.model.path)
-    CheckpointReader(config.model.path)
+    reader = CheckpointReader(config.model.path)
     with torch.device("meta"):
         model = family.build(text_config, torch.float32)
+    if config.trainer.base is Base.packed:
+        pack_experts(model, reader, family, torch.float32)
     resolve_targets(list(config.lora.targets), family, model)
+
+
+def check_adapter(adapter: Adapter, expected: Adapter, config: Config, folder: Path) -> None:
+    """Refuse an adapter that does not fit the model, or not the rank and the targets that the servers are set up for.
+
+    Args:
+        expected: a fresh adapter, made from the model and the config.
+        folder: where the adapter was read from, for the message.
+    Raises:
+        AdapterError: names the difference and, where there is one, the key to set.
+    """
+    for key, theirs, ours in differences(adapter.config, expected.config):
+        value = "null" if theirs is None else str(theirs).lower()
+        raise AdapterError(
+            f"the adapter {folder} has `{key}` {theirs}, the config says {ours}\n"
+            "Servers make room for one rank, and scale every update by alpha and rank.",
+            hint=f"set `{key}={value}`",
+        )
+    theirs_by_name = {spec.name: spec.shape for spec in adapter.manifest}
+    ours_by_name = {spec.name: spec.shape for spec in expected.manifest}
+    lacks, has = sorted(ours_by_name.keys() - theirs_by_name), sorted(theirs_by_name.keys() - ours_by_name)
+    if lacks or has:
+        examples = [f"it lacks {len(lacks)}, such as `{lacks[0]}`"] if lacks else []
+        examples += [f"it has {len(has)} more, such as `{has[0]}`"] if has else []
+        raise AdapterError(
+            f"the adapter {folder} does not have the tensors that `lora.targets` asks for in {config.model.path}: "
+            f"{'; '.join(examples)}",
+            hint="set `lora.targets` as it was trained, or `model.path` to the model it was trained on",
+        )
+    for name, shape in ours_by_name.items():
+        if theirs_by_name[name] != shape:
+            raise AdapterError(
+                f"the adapter {folder} is of another model: `{name}` has shape {theirs_by_name[name]}, "
+                f"{config.model.path} needs {shape}",
+                hint="set `model.path` to the model it was trained on",
+            )

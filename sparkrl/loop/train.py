@@ -9,6 +9,7 @@ from sparkrl.loop.batch import build_batch
 from sparkrl.loop.interrupt import Interrupt
 from sparkrl.loop.parts import Parts, build_parts
 from sparkrl.loop.sampling import sample_step
+from sparkrl.loop.watch import AgreementWatch
 
 
 async def train(config: Config) -> bool:
@@ -27,7 +28,7 @@ async def train(config: Config) -> bool:
 
 async def run_loop(parts: Parts, cfg: Config, interrupt: Interrupt) -> None:
     """Sample, score, train, swap; evaluate and save on schedule."""
-    telemetry = parts.telemetry
+    telemetry, watch = parts.telemetry, AgreementWatch(cfg)
     await parts.evaluate_first()
     for step in range(parts.first_step, cfg.loop.num_steps):
         with interrupt.step():
@@ -42,11 +43,15 @@ async def run_loop(parts: Parts, cfg: Config, interrupt: Interrupt) -> None:
                 )
                 result = await parts.trainer.step(batch)
             with telemetry.stage("swap"):
-                await parts.rollout.load_adapter(await parts.trainer.adapter(step + 1))
-            metrics = sampled.metrics | result.metrics
+                await parts.rollout.load_adapter(await parts.trainer.publish(step + 1))
+            for warning in parts.rollout.take_warnings():
+                telemetry.warn(warning)
+            metrics = sampled.metrics | result.metrics | parts.rollout.metrics()
             telemetry.log_step(step + 1, metrics, dlogp=result.dlogp, samples=sampled.all)
+            watch.see(metrics["agree/k3"])
             # Inside the step: a signal lets the save finish, so a step that was made is never lost to it.
-            await parts.save_if_due(step + 1, stopping=interrupt.requested)
+            await parts.save_if_due(step + 1, stopping=interrupt.requested or watch.exhausted)
+            watch.check(step + 1)
         if interrupt.requested:
             parts.interrupted = True
             return

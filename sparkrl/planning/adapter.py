@@ -5,20 +5,20 @@ Legend: R rank, H hidden width, Z latent width, I expert width, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparkrl.config.schema import Config
 from sparkrl.errors import ConfigError
-from sparkrl.planning.facts import ModelFacts, Split, Weight
+from sparkrl.planning.facts import ModelFacts
+from sparkrl.planning.weights import Split, Weight
 
-GROUPS = {
-    "attention": ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "o_proj.weight"),
-    "latent": ("pre_expert_proj.weight", "post_expert_proj.weight"),
-    "experts": ("experts.gate_up_proj", "experts.down_proj"),
-}
+PARTS = ("attention", "latent", "experts", "mlp")
+"""Parts whose linear layers and experts take an adapter; also the names of groups in `lora.targets`."""
+_ALL = "all_linear"
 _SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks vLLM allocates buffers for."""
-_ROW_PARALLEL = ("o_proj.weight", "experts.down_proj")
+_ROW_PARALLEL = ("self_attn.o_proj.weight", "mlp.down_proj.weight", "mlp.experts.down_proj")
 """Weights whose input is divided in the server; all other divided ones have their output divided."""
 
 
@@ -46,10 +46,12 @@ class AdaptedWeight:
         """In all layers, as PEFT lays them out: gate and up share one A."""
         return self.weight.count * self.num_experts * self.rank * (self.width_in + self.width_out)
 
-    def server_slot(self, *, num_gpus: int, expert_parallel: bool) -> int:
-        """Values in one GPU's buffers of vLLM, all layers: gate and up have an A each, undivided sides are repeated."""
-        rank = next((r for r in _SERVER_RANKS if r >= self.rank), self.rank)
-        num_a = 2 if self.weight.name.endswith("gate_up_proj") else 1
+    def server_slot(self, *, rank: int, num_gpus: int, expert_parallel: bool) -> int:
+        """Values in one GPU's buffers of vLLM, all layers; sides that are not divided are repeated.
+
+        Args:
+            rank: that of the buffers, `server_rank`.
+        """
         width_in, width_out, num_experts = self.width_in, self.width_out, self.num_experts
         if self.weight.split is Split.experts and expert_parallel:
             num_experts = -(-num_experts // num_gpus)
@@ -58,7 +60,13 @@ class AdaptedWeight:
                 width_in = -(-width_in // num_gpus)
             else:
                 width_out = -(-width_out // num_gpus)
-        return self.weight.count * num_experts * rank * (num_a * width_in + width_out)
+        return self.weight.count * num_experts * rank * (width_in + width_out)
+
+
+def server_rank(adapted: Sequence[AdaptedWeight]) -> int:
+    """Rank that vLLM allocates for every module: the next it knows above the largest."""
+    largest = max(item.rank for item in adapted)
+    return next((rank for rank in _SERVER_RANKS if rank >= largest), largest)
 
 
 def adapted_weights(config: Config, facts: ModelFacts) -> tuple[AdaptedWeight, ...]:
@@ -67,21 +75,24 @@ def adapted_weights(config: Config, facts: ModelFacts) -> tuple[AdaptedWeight, .
     Raises:
         ConfigError: a target that no weight answers to.
     """
-    known = {name: group for group, names in GROUPS.items() for name in names}
+    known = [weight for weight in facts.weights() if weight.part in PARTS]
     chosen: set[str] = set()
     for target in config.lora.targets:
-        short = target.rsplit(".", 1)[-1]
-        names = GROUPS.get(target) or (
-            GROUPS["experts"] if short == "experts" else [n for n in known if n in (short, f"{short}.weight")]
-        )
-        if not names:
+        modules = {
+            weight.module
+            for weight in known
+            if target in (_ALL, weight.part) or weight.module == target or weight.module.endswith("." + target)
+        }
+        if not modules:
+            groups = sorted({weight.part for weight in known})
             raise ConfigError(
-                f"`lora.targets`: `{target}` is neither a group nor a module that a plan knows",
-                hint=f"groups: {', '.join(GROUPS)}",
+                f"`lora.targets`: `{target}` is neither a group nor a module of a {facts.family} model",
+                hint=f"groups: {', '.join(groups)}, {_ALL}; modules: {', '.join(sorted({w.module for w in known}))}",
             )
-        chosen |= set(names)
+        chosen |= modules
+    experts_rank = config.lora.expert_rank or config.lora.rank
     return tuple(
-        AdaptedWeight(weight=weight, rank=config.lora.rank)
-        for weight in facts.weights()
-        if weight.name in chosen and weight.part in GROUPS
+        AdaptedWeight(weight=weight, rank=experts_rank if weight.part == "experts" else config.lora.rank)
+        for weight in known
+        if weight.module in chosen
     )

@@ -1,83 +1,31 @@
-"""A model's shape and its weights, from config.json alone.
-
-Legend of shapes: V vocabulary, H hidden width, Z latent width, I expert width, E experts, D head width.
-Source of names and shapes: transformers/models/muse_spark of transformers 5.20.2, whose default config is the
-published model's.
-"""
+"""A model's shape, from config.json alone."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
-import math
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sparkrl.config.load import resolve_path
 from sparkrl.config.schema import Config
 from sparkrl.errors import CheckpointError, ConfigError
+from sparkrl.planning.weights import TABLES, Weight
 
 SHAPES = Path(__file__).parent
-_MODEL_TYPES = ("muse_spark_text", "muse_spark")
-_BLOCK = 16
-"""Values that share one NVFP4 scale byte."""
+_FAMILIES = {"muse_spark_text": "muse_spark", "muse_spark": "muse_spark", "qwen3_moe": "qwen3_moe", "qwen3": "qwen3"}
+"""`model_type` of config.json to the family."""
 _PERIOD = 4
-"""Layers an attention cycle has; the last of each is full attention, counted from the end."""
-
-
-class Stored(Enum):
-    """How a weight lies in the checkpoint."""
-
-    bf16 = "bf16"
-    fp32 = "fp32"
-    nvfp4 = "nvfp4"
-
-
-class Split(Enum):
-    """How tensor parallelism divides a weight in the server."""
-
-    none = "none"
-    heads = "heads"
-    kv_heads = "kv_heads"
-    """As heads, but repeated where there are more GPUs than key-value heads."""
-    vocab = "vocab"
-    inner = "inner"
-    experts = "experts"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """One weight, as often as it occurs."""
-
-    part: str
-    name: str
-    """Ending of its name in the checkpoint."""
-    shape: tuple[int, ...]
-    count: int
-    """Layers that have it."""
-    stored: Stored
-    split: Split
-
-    @property
-    def size(self) -> int:
-        """Parameters in one layer."""
-        return math.prod(self.shape)
-
-    def bytes_as(self, stored: Stored, *, plain_bytes: int = 2) -> float:
-        """Bytes in one layer, held as `stored`; `plain_bytes` is the width of what is neither float32 nor packed."""
-        if stored is Stored.nvfp4:
-            # nibbles, one scale byte a block, and two float32 factors a tensor (gate and up have their own)
-            halves = 2 if self.name.endswith("gate_up_proj") else 1
-            return self.size / 2 + self.size / _BLOCK + 8 * self.shape[0] * halves
-        return self.size * (4 if stored is Stored.fp32 else plain_bytes)
+"""Layers an attention cycle of Muse Spark has; the last of each is full attention, counted from the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What a plan has to know of a model."""
 
+    family: str
     source: str
     """Where the shape was read."""
     vocab_size: int
@@ -87,7 +35,9 @@ class ModelFacts:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    latent_size: int
+    """Width of a dense layer's MLP."""
+    expert_width: int
+    """What an expert reads and writes: the latent width, or the hidden width where there is none; 0 without experts."""
     moe_intermediate_size: int
     num_experts: int
     top_k: int
@@ -98,54 +48,17 @@ class ModelFacts:
     sparse_layers: int
     quantized_layers: int
     """Sparse layers whose experts are NVFP4 in the checkpoint."""
+    tied_head: bool
+    """Whether the head is the embedding's table."""
 
-    def weights(self) -> tuple[Weight, ...]:
-        """Every weight of the text model."""
-        hidden, latent, inner, experts = (
-            self.hidden_size,
-            self.latent_size,
-            self.moe_intermediate_size,
-            self.num_experts,
-        )
-        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        every, sparse = self.num_layers, self.sparse_layers
-        dense, plain = every - sparse, sparse - self.quantized_layers
+    def weights(self, *, untied: bool = False) -> tuple[Weight, ...]:
+        """Every weight of the text model.
 
-        def weight(part: str, name: str, shape: tuple[int, ...], count: int, **kinds: Any) -> Weight:
-            stored, split = kinds.get("stored", Stored.bf16), kinds.get("split", Split.none)
-            return Weight(part=part, name=name, shape=shape, count=count, stored=stored, split=split)
-
-        gate_up, down = (experts, 2 * inner, latent), (experts, latent, inner)
-        fp4, fp32 = Stored.nvfp4, Stored.fp32
-        found = (
-            weight("embedding", "embed_tokens.weight", (self.vocab_size, hidden), 1, split=Split.vocab),
-            weight("head", "lm_head.weight", (self.vocab_size, hidden), 1, split=Split.vocab),
-            weight("attention", "q_proj.weight", (query, hidden), every, split=Split.heads),
-            weight("attention", "k_proj.weight", (key_value, hidden), every, split=Split.kv_heads),
-            weight("attention", "v_proj.weight", (key_value, hidden), every, split=Split.kv_heads),
-            weight("attention", "gate_proj.weight", (query, hidden), every, split=Split.heads),
-            weight("attention", "o_proj.weight", (hidden, query), every, split=Split.heads),
-            weight("latent", "pre_expert_proj.weight", (latent, hidden), sparse),
-            weight("latent", "post_expert_proj.weight", (hidden, latent), sparse),
-            weight("router", "gate.weight", (experts, hidden), sparse, stored=fp32),
-            weight("router", "gate.e_score_correction_bias", (experts,), sparse, stored=fp32),
-            weight("experts", "experts.gate_up_proj", gate_up, self.quantized_layers, stored=fp4, split=Split.experts),
-            weight("experts", "experts.down_proj", down, self.quantized_layers, stored=fp4, split=Split.experts),
-            weight("experts", "experts.gate_up_proj", gate_up, plain, split=Split.experts),
-            weight("experts", "experts.down_proj", down, plain, split=Split.experts),
-            weight("dense", "mlp.gate_proj.weight", (self.intermediate_size, hidden), dense, split=Split.inner),
-            weight("dense", "mlp.up_proj.weight", (self.intermediate_size, hidden), dense, split=Split.inner),
-            weight("dense", "mlp.down_proj.weight", (hidden, self.intermediate_size), dense, split=Split.inner),
-            weight("norms and gates", "input_layernorm.weight", (hidden,), every),
-            weight("norms and gates", "pre_feedforward_layernorm.weight", (hidden,), every),
-            weight("norms and gates", "post_feedforward_layernorm.weight", (hidden,), every),
-            weight("norms and gates", "post_attention_residual_gate.gate", (hidden,), every, stored=fp32),
-            weight("norms and gates", "post_feedforward_residual_gate.gate", (hidden,), every, stored=fp32),
-            weight("norms and gates", "pre_expert_norm.weight", (latent,), sparse),
-            weight("norms and gates", "experts.post_expert_norm.weight", (latent,), sparse),
-            weight("norms and gates", "norm.weight", (hidden,), 1),
-        )
-        return tuple(weight for weight in found if weight.count)
+        Args:
+            untied: with a head of its own, as the trainer holds it, even where the checkpoint has one table for both.
+        """
+        shape = replace(self, tied_head=False) if untied else self
+        return tuple(weight for weight in TABLES[self.family](shape) if weight.count)
 
     def parameters(self) -> dict[str, int]:
         """Parameters of each part."""
@@ -157,7 +70,7 @@ class ModelFacts:
     def active_parameters(self) -> int:
         """Parameters one token passes through, its embedding row and the head left out."""
         parts = self.parameters()
-        routed = parts.get("experts", 0) * self.top_k // self.num_experts
+        routed = parts.get("experts", 0) * self.top_k // max(self.num_experts, 1)
         return routed + sum(n for part, n in parts.items() if part not in ("experts", "embedding", "head"))
 
     def checkpoint_bytes(self) -> int:
@@ -213,51 +126,99 @@ def _read(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _parse(raw: dict[str, Any], path: Path, *, source: str) -> ModelFacts:
-    if raw.get("model_type") not in _MODEL_TYPES:
-        raise CheckpointError(
-            f"unknown model family: {path} says `model_type: {raw.get('model_type')}`",
-            hint=f"known families: {', '.join(_MODEL_TYPES)}",
-        )
-    text = raw.get("text_config") or raw
-    scheme = raw.get("quantization_config") or text.get("quantization_config")
+class _Fields:
+    """config.json's fields, checked as they are read."""
 
-    def number(name: str) -> int:
-        value = text.get(name)
+    def __init__(self, raw: dict[str, Any], path: Path) -> None:
+        self._text = raw.get("text_config") or raw
+        self._path = path
+        self.scheme = raw.get("quantization_config") or self._text.get("quantization_config")
+
+    def get(self, name: str) -> Any:
+        return self._text.get(name)
+
+    def number(self, name: str, other_name: str = "") -> int:
+        """A field of config.json; transformers 5 writes some under another name than they were published with."""
+        value = self._text.get(name, self._text.get(other_name))
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{path}: `{name}` must be a positive whole number, got: {value}")
+            raise CheckpointError(f"{self._path}: `{name}` must be a positive whole number, got: {value}")
         return value
 
-    num_layers = number("num_hidden_layers")
-    attention = text.get("layer_types") or [
-        "sliding_attention" if (num_layers - 1 - layer) % _PERIOD else "full_attention" for layer in range(num_layers)
-    ]
-    feed_forward = text.get("mlp_layer_types") or ["sparse"] * num_layers
-    for name, kinds in (("layer_types", attention), ("mlp_layer_types", feed_forward)):
-        if len(kinds) != num_layers:
-            raise CheckpointError(f"{path}: `{name}` has {len(kinds)} entries for {num_layers} layers")
-    sparse = [layer for layer, kind in enumerate(feed_forward) if kind == "sparse"]
-    quantized = [] if scheme is None else [layer for layer in sparse if not _is_ignored(layer, scheme)]
-    return ModelFacts(
-        source=source,
-        vocab_size=number("vocab_size"),
-        hidden_size=number("hidden_size"),
-        num_layers=num_layers,
-        num_heads=number("num_attention_heads"),
-        num_kv_heads=number("num_key_value_heads"),
-        head_dim=number("head_dim"),
-        intermediate_size=number("intermediate_size"),
-        latent_size=number("moe_hidden_size"),
-        moe_intermediate_size=number("moe_intermediate_size"),
-        num_experts=number("num_local_experts"),
-        top_k=number("num_experts_per_tok"),
-        sliding_window=number("sliding_window"),
-        max_positions=number("max_position_embeddings"),
-        full_layers=sum(kind == "full_attention" for kind in attention),
-        sliding_layers=sum(kind != "full_attention" for kind in attention),
-        sparse_layers=len(sparse),
-        quantized_layers=len(quantized),
+    def per_layer(self, name: str, default: list[str]) -> list[str]:
+        kinds = self._text.get(name) or default
+        if len(kinds) != len(default):
+            raise CheckpointError(f"{self._path}: `{name}` has {len(kinds)} entries for {len(default)} layers")
+        return kinds
+
+    def quantized(self, sparse: Sequence[int]) -> int:
+        return 0 if self.scheme is None else sum(not _is_ignored(layer, self.scheme) for layer in sparse)
+
+    def common(self) -> dict[str, Any]:
+        """The fields that all families share."""
+        names = {
+            "vocab_size": "vocab_size",
+            "hidden_size": "hidden_size",
+            "num_layers": "num_hidden_layers",
+            "num_heads": "num_attention_heads",
+            "num_kv_heads": "num_key_value_heads",
+            "head_dim": "head_dim",
+            "intermediate_size": "intermediate_size",
+            "max_positions": "max_position_embeddings",
+        }
+        return {ours: self.number(theirs) for ours, theirs in names.items()} | {
+            "tied_head": bool(self._text.get("tie_word_embeddings"))
+        }
+
+
+def _parse(raw: dict[str, Any], path: Path, *, source: str) -> ModelFacts:
+    family = _FAMILIES.get(str(raw.get("model_type")))
+    if family is None:
+        raise CheckpointError(
+            f"unknown model family: {path} says `model_type: {raw.get('model_type')}`",
+            hint=f"known families: {', '.join(_FAMILIES)}",
+        )
+    fields = _Fields(raw, path)
+    own = _muse_spark(fields) if family == "muse_spark" else _qwen3(fields, sparse=family == "qwen3_moe")
+    return ModelFacts(family=family, source=source, **fields.common(), **own)
+
+
+def _muse_spark(fields: _Fields) -> dict[str, Any]:
+    num_layers = fields.number("num_hidden_layers")
+    attention = fields.per_layer(
+        "layer_types",
+        ["sliding_attention" if (num_layers - 1 - i) % _PERIOD else "full_attention" for i in range(num_layers)],
     )
+    feed_forward = fields.per_layer("mlp_layer_types", ["sparse"] * num_layers)
+    sparse = [layer for layer, kind in enumerate(feed_forward) if kind == "sparse"]
+    return {
+        "expert_width": fields.number("moe_hidden_size"),
+        "moe_intermediate_size": fields.number("moe_intermediate_size"),
+        "num_experts": fields.number("num_local_experts"),
+        "top_k": fields.number("num_experts_per_tok"),
+        "sliding_window": fields.number("sliding_window"),
+        "full_layers": sum(kind == "full_attention" for kind in attention),
+        "sliding_layers": sum(kind != "full_attention" for kind in attention),
+        "sparse_layers": len(sparse),
+        "quantized_layers": fields.quantized(sparse),
+    }
+
+
+def _qwen3(fields: _Fields, *, sparse: bool) -> dict[str, Any]:
+    num_layers = fields.number("num_hidden_layers")
+    attention = {"sliding_window": 0, "full_layers": num_layers, "sliding_layers": 0}
+    if not sparse:
+        absent = ("expert_width", "moe_intermediate_size", "num_experts", "top_k", "sparse_layers", "quantized_layers")
+        return attention | dict.fromkeys(absent, 0)
+    step, dense = fields.get("decoder_sparse_step") or 1, fields.get("mlp_only_layers") or []
+    routed = [layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense]
+    return attention | {
+        "expert_width": fields.number("hidden_size"),
+        "moe_intermediate_size": fields.number("moe_intermediate_size"),
+        "num_experts": fields.number("num_experts", "num_local_experts"),
+        "top_k": fields.number("num_experts_per_tok"),
+        "sparse_layers": len(routed),
+        "quantized_layers": fields.quantized(routed),
+    }
 
 
 def _is_ignored(layer: int, scheme: dict[str, Any]) -> bool:

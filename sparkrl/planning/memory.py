@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkrl.config.schema import Config, Device, Precision
-from sparkrl.planning.adapter import AdaptedWeight, adapted_weights
-from sparkrl.planning.facts import ModelFacts, Split, Stored, Weight
+from sparkrl.config.schema import Base, Config, Device, Precision, Swap
+from sparkrl.planning.adapter import AdaptedWeight, adapted_weights, server_rank
+from sparkrl.planning.facts import ModelFacts
+from sparkrl.planning.weights import Split, Stored, Weight
 
 FP32 = 4
 _VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of this for each GPU."""
 _ADAM_BYTES = 16
 """Bytes of an adapter parameter: value, gradient and AdamW's two moments, float32 each."""
+_GATHERED, _ACTIVATIONS = "gathered layers (estimate)", "activations (estimate)"
+_UNPACKED = "one layer unpacked"
 _GATHERED_LAYERS = 3
 """Whole layers a rank holds at worst: the one it computes, and the next, whose gather buffer and unpacked copy exist
 side by side for a moment."""
@@ -28,7 +31,11 @@ class Layout:
 
     tensor_parallel: int
     num_replicas: int
+    """Servers, each with all of the data-parallel prompts it is given."""
     num_ranks: int
+    """Of the trainer's FSDP2 group."""
+    pipeline_parallel: int = 1
+    """Stages that a server's layers are divided over."""
     expert_parallel: bool = False
     """Whole experts on each GPU of a server in place of a part of every expert."""
     colocated: bool = False
@@ -36,7 +43,7 @@ class Layout:
 
     @property
     def num_gpus(self) -> int:
-        servers = self.tensor_parallel * self.num_replicas
+        servers = self.tensor_parallel * self.pipeline_parallel * self.num_replicas
         return max(servers, self.num_ranks) if self.colocated else servers + self.num_ranks
 
 
@@ -45,25 +52,39 @@ def element_bytes(precision: Precision) -> int:
     return 4 if precision is Precision.float32 else 2
 
 
+def adapter_bytes(config: Config) -> int:
+    """Bytes of one adapter value in a server's buffers."""
+    on_cpu = config.cluster.device is Device.cpu
+    return element_bytes(config.rollout.adapter_dtype if on_cpu else Precision.bfloat16)
+
+
 def server_bytes(config: Config, facts: ModelFacts, layout: Layout) -> dict[str, int]:
-    """Bytes on one GPU of a server, by purpose."""
+    """Bytes on one GPU of a server, by purpose: the fullest one where layers do not divide evenly over stages."""
     rollout, gpus = config.rollout, layout.tensor_parallel
     plain = element_bytes(rollout.dtype)
-    parts: dict[str, float] = {}
+    parts: dict[str, float] = {"weights: experts": 0.0, "weights: rest": 0.0}
+    stage = -(-facts.num_layers // layout.pipeline_parallel) / facts.num_layers
+    tables = []
     for weight in facts.weights():
-        kind = "weights: experts" if weight.part == "experts" else "weights: rest"
         stored = weight.stored
         if stored is Stored.nvfp4 and config.cluster.device is Device.cpu:
             stored = Stored.bf16  # no FP4 kernels: held in the compute type
-        share = _server_share(weight, facts, layout)
-        parts[kind] = parts.get(kind, 0.0) + weight.bytes_as(stored, plain_bytes=plain) * share * weight.count
-    slots = sum(
-        item.server_slot(num_gpus=gpus, expert_parallel=layout.expert_parallel)
-        for item in adapted_weights(config, facts)
+        held = weight.bytes_as(stored, plain_bytes=plain) * _server_share(weight, facts, layout) * weight.count
+        if weight.split is Split.vocab:
+            tables.append(held)
+        else:
+            parts["weights: experts" if weight.part == "experts" else "weights: rest"] += held * stage
+    # the first stage has the embedding, the last one the head
+    parts["weights: rest"] += max(tables) if layout.pipeline_parallel > 1 else sum(tables)
+    adapted = adapted_weights(config, facts)
+    rank = server_rank(adapted)
+    slot = sum(
+        item.server_slot(rank=rank, num_gpus=gpus, expert_parallel=layout.expert_parallel) * stage for item in adapted
     )
-    parts["adapter slot"] = slots * plain
+    num_slots = 2 if rollout.swap is Swap.in_flight else 1
+    parts["adapter slots" if num_slots > 1 else "adapter slot"] = slot * num_slots * adapter_bytes(config)
     parts["KV cache"] = rollout.kv_cache_gib * 2**30
-    parts["activations (estimate)"] = _server_activations(config, facts, layout)
+    parts[_ACTIVATIONS] = _server_activations(config, facts, layout)
     return {name: round(value) for name, value in parts.items()}
 
 
@@ -88,7 +109,9 @@ def _server_activations(config: Config, facts: ModelFacts, layout: Layout) -> fl
     inner = (
         facts.moe_intermediate_size if layout.expert_parallel else facts.moe_intermediate_size / layout.tensor_parallel
     )
-    routed = tokens * facts.top_k * (3 * inner * plain + facts.latent_size * (plain + FP32))
+    routed = tokens * facts.top_k * (3 * inner * plain + facts.expert_width * (plain + FP32))
+    if facts.sparse_layers < facts.num_layers:
+        routed = max(routed, tokens * 3 * facts.intermediate_size / layout.tensor_parallel * plain)
     stream = tokens * facts.hidden_size * (3 * FP32 + 2 * plain)
     logits = 2 * rollout.max_num_seqs * facts.vocab_size * FP32
     return routed + stream + logits
@@ -97,28 +120,43 @@ def _server_activations(config: Config, facts: ModelFacts, layout: Layout) -> fl
 def trainer_bytes(config: Config, facts: ModelFacts, layout: Layout) -> dict[str, int]:
     """Bytes on one trainer rank, by purpose: the fullest rank where rows do not divide evenly."""
     plain, ranks = element_bytes(config.trainer.dtype), layout.num_ranks
-    base = sum(_held(weight, plain) * _rank_share(weight.shape[0], ranks) * weight.count for weight in facts.weights())
+    packed = config.trainer.base is Base.packed
+    weights = facts.weights(untied=True)
+    base = sum(
+        _held(weight, plain, packed=packed) * _rank_share(weight.shape[0], ranks) * weight.count for weight in weights
+    )
     adapted = adapted_weights(config, facts)
     adapter = sum(_factors_on_a_rank(item, ranks) for item in adapted)
     parts = {
         "base shard": base,
         "adapter": adapter * FP32,
         "gradients and AdamW": adapter * (_ADAM_BYTES - FP32),
-        "gathered layers (estimate)": 0.0,
-        "activations (estimate)": _trainer_activations(config, facts),
+        _GATHERED: 0.0,
+        _ACTIVATIONS: _trainer_activations(config, facts),
     }
+    if packed and facts.quantized_layers:
+        parts[_UNPACKED] = sum(_held(w, plain) for w in weights if w.stored is Stored.nvfp4)
     if ranks > 1:
-        layer = sum(_held(w, plain) for w in facts.weights() if w.count > 1 and not _is_other_form(w, facts))
+        layer = sum(_held(w, plain, packed=packed) for w in weights if w.count > 1 and not _is_other_form(w, facts))
         layer += sum(
             item.parameters // item.weight.count * FP32 for item in adapted if not _is_other_form(item.weight, facts)
         )
-        tables = sum(_held(w, plain) for w in facts.weights() if w.split is Split.vocab)
-        parts["gathered layers (estimate)"] = _GATHERED_LAYERS * layer + tables
+        tables = sum(_held(w, plain) for w in weights if w.split is Split.vocab)
+        parts[_GATHERED] = _GATHERED_LAYERS * layer + tables
     return {name: round(value) for name, value in parts.items()}
 
 
-def _held(weight: Weight, plain: int) -> float:
-    """Bytes in one layer as the trainer holds it: NVFP4 is dequantized to the compute type."""
+def whole_layers(config: Config, facts: ModelFacts, layout: Layout) -> int:
+    """Bytes of a trainer rank that do not shrink with more ranks: FSDP2 gathers whole layers, however many ranks there
+    are, and no sequence is divided."""
+    parts = trainer_bytes(config, facts, layout)
+    return parts[_GATHERED] + parts[_ACTIVATIONS] + parts.get(_UNPACKED, 0)
+
+
+def _held(weight: Weight, plain: int, *, packed: bool = False) -> float:
+    """Bytes in one layer as the trainer holds it: NVFP4 is dequantized to the compute type unless it stays packed."""
+    if packed and weight.stored is Stored.nvfp4:
+        return weight.bytes_as(Stored.nvfp4)
     return weight.bytes_as(Stored.fp32 if weight.stored is Stored.fp32 else Stored.bf16, plain_bytes=plain)
 
 
@@ -152,8 +190,10 @@ def _trainer_activations(config: Config, facts: ModelFacts) -> float:
     attention = tokens * (4 * query + 2 * key_value) * 2 * plain
     stream = tokens * facts.hidden_size * (4 * FP32 + 4 * plain)
     routed = (
-        tokens * facts.top_k * (3 * facts.moe_intermediate_size * plain + facts.latent_size * (2 * plain + 2 * FP32))
+        tokens * facts.top_k * (3 * facts.moe_intermediate_size * plain + facts.expert_width * (2 * plain + 2 * FP32))
     )
+    if facts.sparse_layers < facts.num_layers:
+        routed = max(routed, tokens * 3 * facts.intermediate_size * plain)
     inside = attention + stream + routed
     kept = facts.num_layers * tokens * facts.hidden_size * FP32
     return kept + inside if trainer.gradient_checkpointing else facts.num_layers * inside

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparkrl.config.schema import Config, Device
 from sparkrl.planning.adapter import adapted_weights
 from sparkrl.planning.facts import ModelFacts, read_facts
-from sparkrl.planning.memory import FP32, Layout, element_bytes, server_bytes, trainer_bytes
+from sparkrl.planning.memory import FP32, Layout, element_bytes, server_bytes, trainer_bytes, whole_layers
 
 USABLE = 0.92
 """Share of a GPU that a plan hands out; the rest is for CUDA contexts, graphs, NCCL and fragmentation."""
 _LONG_CONTEXT = 2**20
+_RUNS = "yes"
 _NVFP4_BLOCK = 16
+_UINT8_EXPERTS = 256
+"""Experts whose ids fit one byte; beyond it they travel as two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +31,12 @@ class Fit:
     """On each trainer rank."""
     fits: bool | None
     """None where the memory of a GPU is unknown."""
+    side: str
+    """Which of the two is nearer to its limit."""
+    largest: str
+    """What takes most of it."""
     binds: str
-    """What is nearest to its limit."""
+    """Both in words, with the share of the limit."""
     runs: str
     """`yes`, or why this version cannot run it."""
 
@@ -45,6 +53,8 @@ class Plan:
     chosen: Fit
     server: dict[str, int]
     trainer: dict[str, int]
+    trainer_floor_bytes: int
+    """Part of a trainer rank that more ranks do not shrink."""
     kv: dict[str, float]
     adapter: dict[str, int]
     replay: dict[str, int]
@@ -82,6 +92,7 @@ def make_plan(config: Config) -> Plan:
         chosen=_fit(config, facts, layout, usable),
         server=server_bytes(config, facts, layout),
         trainer=trainer_bytes(config, facts, layout),
+        trainer_floor_bytes=whole_layers(config, facts, layout),
         kv=_kv(config, facts),
         adapter=_adapter(config, facts),
         replay=_replay(config, facts),
@@ -120,43 +131,53 @@ def _adapter(config: Config, facts: ModelFacts) -> dict[str, int]:
     return {
         **{f"parameters: {part}": number for part, number in parts.items()},
         "parameters": total,
-        "bytes_per_swap": total * FP32,
+        "bytes_per_swap": total * element_bytes(config.rollout.adapter_dtype),
         "checkpoint_bytes": total * 3 * FP32,
     }
 
 
 def _replay(config: Config, facts: ModelFacts) -> dict[str, int]:
-    per_token = facts.sparse_layers * facts.top_k * (1 if facts.num_experts <= 256 else 2)
+    per_token = facts.sparse_layers * facts.top_k * (1 if facts.num_experts <= _UINT8_EXPERTS else 2)
     tokens = config.loop.num_prompts * config.loop.group_size * config.model.max_tokens
     return {"bytes_per_token": per_token, "bytes_per_step_at_most": per_token * tokens}
 
 
 def _layouts(config: Config, facts: ModelFacts, usable: int | None) -> tuple[Fit, ...]:
-    """Every division of the run's GPUs that the model's shape allows: those that fit first."""
+    """Every division of the run's GPUs that the model's shape allows: those that fit and that this version runs first.
+
+    A server's GPUs are tensor (TP), pipeline (PP) and expert parallel (EP), servers share out the prompts (data
+    parallel), and the trainer is one FSDP2 group over the rest.
+    """
     gpus = config.cluster.num_gpus
     if config.cluster.device is Device.cpu or config.cluster.colocate or usable is None:
         return ()
     found = []
-    for size in (2**i for i in range(gpus.bit_length())):
-        for expert_parallel in (False, True):
-            if not _divides(facts, size, expert_parallel) or (expert_parallel and size == 1):
-                continue
-            for replicas in range(1, (gpus - 1) // size + 1):
-                layout = Layout(
-                    tensor_parallel=size,
-                    num_replicas=replicas,
-                    num_ranks=gpus - size * replicas,
-                    expert_parallel=expert_parallel,
-                )
-                found.append(_fit(config, facts, layout, usable))
-    return tuple(sorted(found, key=lambda fit: (not fit.fits, max(fit.server_bytes, fit.trainer_bytes))))
+    sizes = [2**i for i in range(gpus.bit_length())]
+    for tensor, stages, expert in itertools.product(sizes, sizes, (False, True)):
+        size = tensor * stages
+        if size >= gpus or not _divides(facts, tensor, expert) or stages > facts.num_layers:
+            continue
+        for replicas in range(1, (gpus - 1) // size + 1):
+            layout = Layout(
+                tensor_parallel=tensor,
+                pipeline_parallel=stages,
+                num_replicas=replicas,
+                num_ranks=gpus - size * replicas,
+                expert_parallel=expert,
+            )
+            found.append(_fit(config, facts, layout, usable))
+    return tuple(
+        sorted(found, key=lambda fit: (not fit.fits, fit.runs != _RUNS, max(fit.server_bytes, fit.trainer_bytes)))
+    )
 
 
 def _divides(facts: ModelFacts, size: int, expert_parallel: bool) -> bool:
     heads = facts.num_heads % size == 0 and (facts.num_kv_heads % size == 0 or size % facts.num_kv_heads == 0)
     if expert_parallel:
-        return heads and facts.num_experts % size == 0
-    return heads and facts.moe_intermediate_size % (size * _NVFP4_BLOCK) == 0
+        return heads and size > 1 and facts.num_experts > 0 and facts.num_experts % size == 0
+    block = _NVFP4_BLOCK if facts.quantized_layers else 1
+    inner = facts.moe_intermediate_size or facts.intermediate_size
+    return heads and inner % (size * block) == 0
 
 
 def _fit(config: Config, facts: ModelFacts, layout: Layout, usable: int | None) -> Fit:
@@ -175,6 +196,14 @@ def _fit(config: Config, facts: ModelFacts, layout: Layout, usable: int | None) 
         server_bytes=totals["server"],
         trainer_bytes=totals["trainer"],
         fits=None if usable is None else needed <= usable,
+        side=side,
+        largest=largest,
         binds=f"{where}{share}, most of it {largest}",
-        runs="the server is not started with expert parallelism" if layout.expert_parallel else "yes",
+        runs=_runs(layout),
     )
+
+
+def _runs(layout: Layout) -> str:
+    if layout.pipeline_parallel > 1:
+        return "no: servers are not started with pipeline parallelism"
+    return "no: servers are not started with expert parallelism" if layout.expert_parallel else _RUNS

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
+from sparkrl.planning.memory import Layout
 from sparkrl.planning.plan import USABLE, Plan
 
 _NUM_LAYOUTS = 8
@@ -26,8 +27,7 @@ def render(plan: Plan, console: Console) -> None:
     console.print(parts)
 
     layout = plan.chosen.layout
-    shape = f"{layout.num_replicas} x TP {layout.tensor_parallel}"
-    console.print(_bytes_table(f"Server, each GPU ({shape})", plan.server, plan.usable_bytes))
+    console.print(_bytes_table(f"Server, each GPU ({shape_of(layout)})", plan.server, plan.usable_bytes))
     console.print(_bytes_table(f"Trainer, each rank (FSDP {layout.num_ranks})", plan.trainer, plan.usable_bytes))
 
     kv = plan.kv
@@ -46,31 +46,24 @@ def render(plan: Plan, console: Console) -> None:
         f"{kv['share_of_all_full_at_context']:.2f} at this context, {kv['share_of_all_full_at_1m']:.2f} at 1M tokens",
     )
     rest.add_row("adapter", f"{plan.adapter['parameters']:,} parameters ({_count(plan.adapter['parameters'])})")
-    rest.add_row("adapter bytes per swap (float32)", size(plan.adapter["bytes_per_swap"]))
+    rest.add_row("adapter bytes per swap (`rollout.adapter_dtype`)", size(plan.adapter["bytes_per_swap"]))
     rest.add_row("checkpoint of adapter and AdamW", size(plan.adapter["checkpoint_bytes"]))
     rest.add_row("routes", f"{plan.replay['bytes_per_token']:,} bytes a token")
     rest.add_row("routes of one step, at most", size(plan.replay["bytes_per_step_at_most"]))
     console.print(rest)
 
-    if plan.layouts:
-        layouts = _table(
-            "Layouts of the same GPUs", "server", "trainer", "server GPU", "trainer GPU", "fits", "runs here"
+    if layout.num_ranks > 1:
+        console.print(
+            f"{size(plan.trainer_floor_bytes)} of a trainer rank stay however many ranks there are: FSDP2 gathers "
+            f"whole layers ({facts.num_layers} in turn, three at once at worst) and divides no sequence. More ranks "
+            f"shrink the other {size(plan.chosen.trainer_bytes - plan.trainer_floor_bytes)} alone.",
+            soft_wrap=True,
         )
-        for fit in plan.layouts[:_NUM_LAYOUTS]:
-            kind = "TP+EP" if fit.layout.expert_parallel else "TP"
-            name = f"{fit.layout.num_replicas} x {kind} {fit.layout.tensor_parallel}"
-            mark = " <- chosen" if fit.layout == layout else ""
-            layouts.add_row(
-                name + mark,
-                f"FSDP {fit.layout.num_ranks}",
-                size(fit.server_bytes),
-                size(fit.trainer_bytes),
-                "yes" if fit.fits else "no",
-                fit.runs,
-            )
+    if plan.layouts:
+        console.print(_layout_table(plan))
         num_fitting = sum(bool(fit.fits) for fit in plan.layouts)
-        console.print(layouts)
-        console.print(f"{num_fitting} of {len(plan.layouts)} layouts fit.")
+        num_running = sum(bool(fit.fits) and fit.runs == "yes" for fit in plan.layouts)
+        console.print(f"{num_fitting} of {len(plan.layouts)} layouts fit, {num_running} of these run here.")
     verdict = {
         True: "[green]fits[/green]",
         False: "[red]does not fit[/red]",
@@ -107,3 +100,35 @@ def _bytes_table(title: str, parts: Mapping[str, int], usable: int | None) -> Ta
     if usable is not None:
         table.add_row(f"usable ({USABLE:.0%} of the GPU)", size(usable))
     return table
+
+
+def _layout_table(plan: Plan) -> Table:
+    """The best layouts, and the chosen one wherever it stands."""
+    table = _table(
+        "Layouts of the same GPUs", "servers", "trainer", "server GPU", "trainer GPU", "fits", "binds", "runs"
+    )
+    shown = list(plan.layouts[:_NUM_LAYOUTS])
+    chosen = next((fit for fit in plan.layouts if fit.layout == plan.chosen.layout), None)
+    if chosen is not None and chosen not in shown:
+        shown.append(chosen)
+    for fit in shown:
+        table.add_row(
+            shape_of(fit.layout) + (" <- chosen" if fit is chosen else ""),
+            f"FSDP {fit.layout.num_ranks}",
+            size(fit.server_bytes),
+            size(fit.trainer_bytes),
+            "yes" if fit.fits else "no",
+            f"{fit.side}: {fit.largest}",
+            fit.runs.partition(":")[0],
+        )
+    return table
+
+
+def shape_of(layout: Layout) -> str:
+    """`2 x TP 4 PP 2 EP`: servers, and how each is divided."""
+    words = [f"{layout.num_replicas} x TP {layout.tensor_parallel}"]
+    if layout.pipeline_parallel > 1:
+        words.append(f"PP {layout.pipeline_parallel}")
+    if layout.expert_parallel:
+        words.append("EP")
+    return " ".join(words)

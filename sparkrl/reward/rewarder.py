@@ -16,7 +16,7 @@ from sparkrl.reward.rules import PRELOAD, RULES, Rule
 from sparkrl.reward.timed_scorer import Outcome, TimedScorer, Verdict
 from sparkrl.types import Group, Score, ScoredGroup
 
-WRONG = Score(reward=-1.0, correct=False, extracted=None)
+WRONG = Score(reward=-1.0, correct=False, extracted=None, parts={"answer": -1.0})
 """Score of a response that could not be scored in time: what every rule gives a wrong answer."""
 
 _STOP_WAIT_S = 5.0

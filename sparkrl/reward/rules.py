@@ -69,7 +69,8 @@ def math_verify(text: str, answer: str) -> Score:
 
 
 def _score(correct: bool, extracted: str | None) -> Score:
-    return Score(reward=1.0 if correct else -1.0, correct=correct, extracted=extracted)
+    points = 1.0 if correct else -1.0
+    return Score(reward=points, correct=correct, extracted=extracted, parts={"answer": points})
 
 
 RULES: dict[RewardRule, Rule] = {RewardRule.math_dapo: math_dapo, RewardRule.math_verify: math_verify}

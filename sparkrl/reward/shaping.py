@@ -29,27 +29,33 @@ def shape(
     """Add the length's cost to each reward; verdicts, and so accuracies, stay.
 
     Returns:
-        The groups, and the reward's components as metrics (docs/metrics.md); none where shaping is off.
+        The groups, and the mean of each part of the reward as metrics (docs/metrics.md).
     """
-    if cfg.overlong_buffer_tokens == 0:
-        return tuple(scored), {}
-    shaped, answers, costs = [], [], []
+    if cfg.overlong_buffer == 0:
+        return tuple(scored), _means(scored)
+    shaped = []
     for item in scored:
         scores = []
         for response, score in zip(item.group.responses, item.scores, strict=True):
             cost = overlong_penalty(
                 len(response.token_ids),
                 budget=max_response_tokens,
-                buffer=cfg.overlong_buffer_tokens,
+                buffer=round(cfg.overlong_buffer * max_response_tokens),
                 penalty=cfg.overlong_penalty,
             )
-            scores.append(replace(score, reward=score.reward + cost))
-            answers.append(score.reward)
-            costs.append(cost)
+            parts = {**score.parts, "overlong": cost}
+            scores.append(replace(score, reward=score.reward + cost, parts=parts))
         shaped.append(replace(item, scores=tuple(scores)))
-    num = max(len(costs), 1)
-    return tuple(shaped), {
-        "reward/answer_mean": sum(answers) / num,
-        "reward/overlong_mean": sum(costs) / num,
-        "reward/overlong_responses": sum(cost < 0 for cost in costs) / num,
-    }
+    costs = [score.parts["overlong"] for item in shaped for score in item.scores]
+    paid = sum(cost < 0 for cost in costs) / max(len(costs), 1)
+    return tuple(shaped), _means(shaped) | {"reward/overlong_responses": paid}
+
+
+def _means(scored: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Mean of each part of the reward over all responses, `reward/<part>_mean`."""
+    sums: dict[str, float] = {}
+    for score in (score for item in scored for score in item.scores):
+        for name, points in score.parts.items():
+            sums[name] = sums.get(name, 0.0) + points
+    num = sum(len(item.scores) for item in scored)
+    return {f"reward/{name}_mean": total / num for name, total in sums.items()}

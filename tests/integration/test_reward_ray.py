@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 
-from sparkrl.config.schema import RewardConfig
+from sparkrl.config.schema import RewardConfig, RewardRule
 from sparkrl.errors import WorkerError
 from sparkrl.reward import Rewarder
 from sparkrl.reward.rules import math_dapo
@@ -107,6 +107,30 @@ def test_rewarder_with_stuck_and_dying_scorers_counts_them_wrong_and_goes_on(ray
     assert [[s.correct for s in group.scores] for group in scored] == [[True, False, True], [False, True, False]]
     assert [[s.reward for s in group.scores] for group in scored] == [[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0]]
     assert metrics == {"rollout/extraction_failures": 0.0, "reward/timeouts": 2.0, "reward/crashes": 1.0}
+
+
+@pytest.mark.parametrize("rule", list(RewardRule))
+def test_rewarder_is_not_stalled_by_a_power_tower_or_a_megabyte_of_latex(ray_cluster, rule):
+    async def run():
+        rewarder = Rewarder.start(RewardConfig(rule=rule, num_workers=1, timeout_s=2.0))
+        await rewarder.score(make_groups([["Answer: 3"]], ["3"]))  # imports do not count
+        rewarder.metrics()
+        nasty = ["Answer: $9^{9^{9^9}}$", "\\frac{1}{" * 110_000 + "\nAnswer: 4", "Answer: " + "x+" * 500_000]
+        texts = [[text, "Answer: 3"] for text in nasty]
+        started_s = time.perf_counter()
+        scored = await rewarder.score(make_groups(texts, ["3"] * len(nasty)))
+        elapsed_s = time.perf_counter() - started_s
+        metrics = rewarder.metrics()
+        await rewarder.stop()
+        return scored, metrics, elapsed_s
+
+    scored, metrics, elapsed_s = asyncio.run(run())
+    assert [[s.correct for s in group.scores] for group in scored] == [[False, True]] * 3
+    assert elapsed_s < 3 * (2.0 + 10.0)  # the limit, and a new process each time
+    # a response is right, wrong, unreadable, or could not be scored
+    wrong = sum(not s.correct and s.extracted is not None for group in scored for s in group.scores)
+    unscored = metrics["reward/timeouts"] + metrics["reward/crashes"]
+    assert 3 + wrong + 6 * metrics["rollout/extraction_failures"] + unscored == pytest.approx(6)
 
 
 def cannot_load(text, answer):

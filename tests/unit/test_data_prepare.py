@@ -96,6 +96,30 @@ def test_processed_copy_keeps_its_chat_prompt_and_a_bare_one_gets_the_instructio
     assert "\n\nWhat is 1+1?\n\n" in contents[1] and contents[1].endswith('on its own line after "Answer:".')
 
 
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"prompt": "What is 1+1?", "answer": "2"}, "2"),
+        ({"prompt": "What is 1+1?", "solution": "2"}, "2"),
+        ({"prompt": "What is 1+1?", "solution": "By induction.\nSo 2.", "answer": "2"}, "2"),
+        ({"problem": "What is 1+1?", "answer": 2}, "2"),
+        ({"question": "What is 1+1?", "solution": "\\frac{4}{2}"}, "\\frac{4}{2}"),
+    ],
+)
+def test_flat_copies_are_recognised(row: dict, answer: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.parquet"
+    prepare("dapo_math", source=str(write(tmp_path / "flat.jsonl", [row])), out=out)
+    (written,) = pq.read_table(out).to_pylist()
+    assert "\n\nWhat is 1+1?\n\n" in written["prompt"][0]["content"]
+    assert written["reward_model"]["ground_truth"] == answer
+
+
+def test_worked_solution_is_no_answer(tmp_path: Path) -> None:
+    row = {"prompt": "What is 1+1?", "solution": "Count on your fingers.\nIt is 2."}
+    with pytest.raises(DataError, match=r"row 1: no answer \(`reward_model.ground_truth` must be text or a number"):
+        prepare("dapo_math", source=str(write(tmp_path / "a.jsonl", [row])), out=tmp_path / "out.parquet")
+
+
 def test_aime_2024_of_30_problems_32_times_over_becomes_30(tmp_path: Path) -> None:
     rows = [dapo_row(f"AIME problem {i}", f"{i:03d}") for i in range(30)] * 32
     out = tmp_path / "aime.parquet"
@@ -107,11 +131,12 @@ def test_aime_2024_of_30_problems_32_times_over_becomes_30(tmp_path: Path) -> No
 
 
 def test_aime_2025_with_problem_and_answer_columns_is_converted(tmp_path: Path) -> None:
-    rows = [{"problem": f"Find x_{i}.", "answer": str(i) if i else "336^\\circ", "id": str(i)} for i in range(30)]
+    odd = {0: "336^\\circ", 1: "\\boxed{204}", 2: "$12^{\\circ}$"}
+    rows = [{"problem": f"Find x_{i}.", "answer": odd.get(i, str(i)), "id": str(i)} for i in range(30)]
     out = tmp_path / "aime.parquet"
     prepare("aime2025", source=str(write(tmp_path / "raw.jsonl", rows)), out=out)
     written = pq.read_table(out).to_pylist()
-    assert written[0]["reward_model"]["ground_truth"] == "336"
+    assert [row["reward_model"]["ground_truth"] for row in written[:4]] == ["336", "204", "12", "3"]
     assert "Find x_7." in written[7]["prompt"][0]["content"]
 
 

@@ -128,6 +128,27 @@ def test_load_problems_when_every_row_is_bad_names_the_rows(tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (row("", "1"), r"row 1: no prompt (`prompt[0].content` must be text, got: '')"),
+        (row([{"role": "user"}], "1"), "row 1: no prompt (`prompt[0].content` must be text, got: None)"),
+        (
+            row([{"role": "user", "content": "a"}, {"role": 3, "content": "b"}], "1"),
+            "row 1: no prompt (`prompt[1].role` must be text, got: 3)",
+        ),
+        (row(["text"], "1"), "row 1: no prompt (`prompt[0]` must be a message with role and content, got: 'text')"),
+        ({"prompt": {}}, "row 1: no prompt (`prompt` must be text or a list of messages, got: dict)"),
+        ({"prompt": "a"}, "row 1: no answer (`reward_model` must be an object with ground_truth, got: None)"),
+        (row("a", ["1"]), "row 1: no answer (`reward_model.ground_truth` must be text or a number, got: list)"),
+    ],
+)
+def test_wrong_field_is_named_with_its_row_and_value(tmp_path, tokenizer, bad, message):
+    with pytest.raises(DataError) as caught:
+        load_problems(write_lines(tmp_path / "a.jsonl", [bad]), tokenizer, max_prompt_tokens=10)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"prompt": "1"', "line 1 is not JSON"),

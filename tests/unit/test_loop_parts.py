@@ -15,9 +15,10 @@ from sparkrl.config.load import load
 from sparkrl.data import ProblemStream
 from sparkrl.loop.parts import Parts, eval_seed
 from sparkrl.telemetry import RunFolder
-from sparkrl.types import FinishReason, Group, Problem, Response, Score, ScoredGroup
+from sparkrl.types import Answer, EvalResult, FinishReason, Group, Problem, Response, Score, ScoredGroup
 
-PROBLEMS = (Problem(uid="p", messages=(), answer="1", data_source="d", prompt_ids=np.zeros(1, np.int32)),)
+MESSAGES = ({"role": "user", "content": "1?"},)
+PROBLEMS = (Problem(uid="p", messages=MESSAGES, answer="1", data_source="d", prompt_ids=np.zeros(1, np.int32)),)
 
 
 class Policy:
@@ -40,17 +41,31 @@ class Scorer:
         return tuple(ScoredGroup(group=group, scores=(right,) * len(group.responses)) for group in groups)
 
 
-def evaluated_at(tmp_path: Path, first_step: int, logged: list[int]) -> list[int]:
-    """Steps of the evaluations that a run of 25 steps, one each 10, makes before its first step."""
+def answer_of(index: int, correct: bool) -> Answer:
+    return Answer(
+        problem_uid="p", index=index, prompt="1?", response="", answer="1", extracted="1" if correct else "2",
+        correct=correct, reward=2.0 * correct - 1.0, tokens=1, finish_reason="stop",
+    )  # fmt: skip
+
+
+def evaluated(tmp_path: Path, first_step: int, logged: list[int], baseline: list[bool]) -> list[EvalResult]:
+    """The evaluations that a run of 25 steps, one each 10, makes before its first step.
+
+    Args:
+        baseline: verdicts on the two answers that were given before training; none were kept when empty.
+    """
     run_dir = f"run_dir={tmp_path / 'run'}"
     config = load(["recipe=quickstart", "loop.num_steps=25", "eval.every=10", "eval.k=2", run_dir])
     run = RunFolder.create(config)
     for step in logged:
         run.append("metrics", {"step": step, "kind": "eval"})
     run.append("metrics", {"step": first_step, "kind": "train"})
-    seen: list[int] = []
+    if baseline:
+        answers = [answer_of(index, correct) for index, correct in enumerate(baseline)]
+        run.write_answers(0, [answers])
+    seen: list[EvalResult] = []
     telemetry: Any = SimpleNamespace(
-        stage=lambda name: nullcontext(), log_eval=lambda result, scored: seen.append(result.step)
+        stage=lambda name: nullcontext(), log_eval=lambda result, answers, before: seen.append(result)
     )
     parts = Parts(
         config=config,
@@ -79,7 +94,14 @@ def evaluated_at(tmp_path: Path, first_step: int, logged: list[int]) -> list[int
     ],
 )
 def test_resumed_run_evaluates_first_only_what_is_missing(tmp_path, first_step, logged, expected):
-    assert evaluated_at(tmp_path, first_step, logged) == expected
+    assert [result.step for result in evaluated(tmp_path, first_step, logged, [])] == expected
+
+
+def test_resumed_run_gains_over_the_answers_kept_from_before_training(tmp_path):
+    (result,) = evaluated(tmp_path, 10, [0], [True, False])
+    assert (result.mean, result.extra["gain"]) == (1.0, 0.5)
+    (without,) = evaluated(tmp_path / "other", 10, [0], [])
+    assert "gain" not in without.extra
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 999_999])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import json
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from sparkrl.config.load import load
 from sparkrl.config.schema import Advantage, Config, RewardConfig
 from sparkrl.data import ProblemStream
 from sparkrl.errors import ConfigError, DataError
-from sparkrl.loop.batch import build_batch
+from sparkrl.loop.batch import build_batch, rollout_metrics
 from sparkrl.loop.sampling import Sampled, is_mixed, sample_step
 from sparkrl.reward.shaping import overlong_penalty, shape
 from sparkrl.types import FinishReason, Group, Problem, Response, Score, ScoredGroup
@@ -96,9 +98,14 @@ class Loop:
         return asyncio.run(sample_step(self, number))  # type: ignore[arg-type]
 
 
-def make_loop(num_problems: int, *overrides: str, seed: int = 0, shuffle: bool = True, mixed_every: int = 3) -> Loop:
+@functools.cache
+def configuration(*overrides: str) -> Config:
     base = ["recipe=quickstart", "loop.num_prompts=6", f"loop.group_size={GROUP}", "algorithm.dynamic_sampling=true"]
-    config = load([*base, *overrides])
+    return load([*base, *overrides])
+
+
+def make_loop(num_problems: int, *overrides: str, seed: int = 0, shuffle: bool = True, mixed_every: int = 3) -> Loop:
+    config = configuration(*overrides)
     data = ProblemStream(problems(num_problems), seed=seed, shuffle=shuffle)
     return Loop(config=config, data=data, rewarder=Scorer(mixed_every))
 
@@ -182,6 +189,38 @@ def test_resumed_run_neither_loses_nor_repeats_a_prompt(seed: int, stop_after: i
     assert before + after == expected
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_run_interrupted_at_random_serves_what_an_uninterrupted_one_does(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_problems, max_refills = int(rng.integers(6, 90)), int(rng.integers(0, 9))
+    shuffle, mixed_every = bool(rng.integers(2)), int(rng.integers(0, 5))
+    config = copy.deepcopy(configuration())
+    config.algorithm.max_refills, config.algorithm.dynamic_sampling = max_refills, bool(rng.integers(4))
+
+    def new() -> Loop:
+        return replace(make_loop(num_problems, seed=seed, shuffle=shuffle, mixed_every=mixed_every), config=config)
+
+    whole = new()
+    expected = [(uids(sampled.all), uids(sampled.kept)) for sampled in (whole.step(step) for step in range(14))]
+    loop, step, served = new(), 0, []
+    while step < 14:
+        steps = int(rng.integers(1, 6))
+        for _ in range(min(steps, 14 - step)):
+            sampled = loop.step(step)
+            served.append((uids(sampled.all), uids(sampled.kept)))
+            step += 1
+        saved = json.dumps(loop.data.state())
+        for lost in range(int(rng.integers(0, 3))):  # steps after the checkpoint, gone with the process
+            loop.step(step + lost)
+        loop = new()
+        loop.data.restore(json.loads(saved))
+    assert served == expected
+    if shuffle:
+        return
+    order = [uid for taken, _ in served for uid in taken]
+    assert order == [f"p{i % num_problems}" for i in range(len(order))]  # nothing skipped, nothing twice
+
+
 def test_responses_cut_off_are_left_out_after_the_advantages() -> None:
     problem = problems(1)[0]
     cut = group(problem, 2, finish=FinishReason.LENGTH).responses
@@ -205,23 +244,45 @@ def test_overlong_penalty_grows_over_the_buffer(num_tokens: int, cost: float) ->
 
 
 def test_shaping_changes_rewards_and_not_verdicts() -> None:
-    right = Score(reward=1.0, correct=True, extracted="1")
+    right = Score(reward=1.0, correct=True, extracted="1", parts={"answer": 1.0})
     items = [ScoredGroup(group=group(problems(1)[0], 2, length=length), scores=(right, right)) for length in (80, 90)]
-    cfg = RewardConfig(overlong_buffer_tokens=20, overlong_penalty=1.0)
+    cfg = RewardConfig(overlong_buffer=0.2, overlong_penalty=1.0)
     shaped, components = shape(items, cfg, max_response_tokens=100)
     assert [[score.reward for score in item.scores] for item in shaped] == [[1.0, 1.0], [0.5, 0.5]]
     assert all(score.correct for item in shaped for score in item.scores)
+    assert [item.scores[0].parts for item in shaped] == [
+        {"answer": 1.0, "overlong": 0.0}, {"answer": 1.0, "overlong": -0.5},
+    ]  # fmt: skip
     assert components == {
         "reward/answer_mean": 1.0, "reward/overlong_mean": -0.25, "reward/overlong_responses": 0.5,
     }  # fmt: skip
-    assert shape(items, RewardConfig(), max_response_tokens=100) == (tuple(items), {})
+    assert shape(items, RewardConfig(), max_response_tokens=100) == (tuple(items), {"reward/answer_mean": 1.0})
+
+
+@pytest.mark.parametrize(("budget", "cost"), [(100, -0.5), (50, -1.0), (1000, 0.0)])
+def test_overlong_buffer_scales_with_the_response_budget(budget: int, cost: float) -> None:
+    right = Score(reward=1.0, correct=True, extracted="1", parts={"answer": 1.0})
+    item = ScoredGroup(group=group(problems(1)[0], 1, length=90), scores=(right,))
+    (shaped,), _ = shape([item], RewardConfig(overlong_buffer=0.2), max_response_tokens=budget)
+    assert shaped.scores[0].parts["overlong"] == pytest.approx(cost)
+
+
+def test_right_wrong_and_unreadable_answers_are_counted_apart() -> None:
+    scores = tuple(
+        Score(reward=1.0 if correct else -1.0, correct=correct, extracted=extracted)
+        for correct, extracted in ((True, "1"), (False, "2"), (False, None), (False, "3"))
+    )
+    metrics = rollout_metrics([ScoredGroup(group=group(problems(1)[0], 4), scores=scores)])
+    unreadable = 0.25  # what the rewarder reports as rollout/extraction_failures
+    assert (metrics["rollout/accuracy"], metrics["rollout/wrong_answers"]) == (0.25, 0.5)
+    assert metrics["rollout/accuracy"] + metrics["rollout/wrong_answers"] + unreadable == 1
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("algorithm.max_refills=-1", "`algorithm.max_refills` must not be negative"),
-        ("reward.overlong_buffer_tokens=96", "must be less than `rollout.max_response_tokens`"),
+        ("reward.overlong_buffer=1", "`reward.overlong_buffer` must lie in"),
         ("reward.overlong_penalty=-1", "`reward.overlong_penalty` must not be negative"),
         ("cluster.gpu_memory_gb=-1", "`cluster.gpu_memory_gb` must not be negative"),
     ],

@@ -35,7 +35,10 @@ WRONG = Score(reward=-1.0, correct=False, extracted=None)
     ],
 )
 def test_math_dapo_verdicts_follow_the_dapo_rule(text, answer, correct, extracted):
-    assert math_dapo(text, answer) == Score(reward=1.0 if correct else -1.0, correct=correct, extracted=extracted)
+    points = 1.0 if correct else -1.0
+    assert math_dapo(text, answer) == Score(
+        reward=points, correct=correct, extracted=extracted, parts={"answer": points}
+    )
 
 
 def test_importing_the_reward_package_loads_neither_torch_nor_verl():
