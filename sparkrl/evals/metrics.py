@@ -1,6 +1,6 @@
 """Accuracy figures over problems and samples.
 
-Shape legend: P problems, K responses a problem.
+Shape legend: P problems, K responses a problem, B responses a problem of the baseline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparkrl.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """An estimate and its confidence bounds, all 0..1."""
+    """An estimate and its confidence bounds: 0..1 for an accuracy, -1..1 for a difference of two."""
 
     mean: float
     low: float
@@ -57,6 +57,44 @@ def mean_at_k(correct_PK: np.ndarray, *, confidence: float = 0.95) -> Interval:
     centre = (mean + t * t / (2.0 * size)) / (1.0 + t * t / size)
     half = t / (1.0 + t * t / size) * math.sqrt(binomial / size + t * t / (4.0 * size * size))
     return Interval(mean=mean, low=max(0.0, min(centre - half, mean)), high=min(1.0, max(centre + half, mean)))
+
+
+def paired_gain(correct_PK: np.ndarray, baseline_PB: np.ndarray, *, confidence: float = 0.95) -> Interval:
+    """Difference of two mean accuracies over the same problems, with an interval over problems and samples.
+
+    The differences of the per-problem means leave the problems' difficulty out, so they spread far less than the two
+    accuracies do. Their spread over sqrt(P) is the standard error, and the interval is Student's t with P - 1 degrees
+    of freedom. It is never taken to be less than the noise of sampling alone, which per problem and side is
+    q (1 - q) / K with q = (right + 1/2) / (K + 1): when hardly any problem changed, the spread of the others says
+    nothing about what more samples would show.
+
+    Args:
+        correct_PK: bool [P, K].
+        baseline_PB: bool [P, B], the same problems in the same order.
+        confidence: coverage, for example 0.95.
+    Raises:
+        DataError: no problem or no response, or other problems.
+    Source: E. Miller, Adding Error Bars to Evals, arXiv:2411.00640, section 4 (paired differences, clustered).
+    """
+    _check(correct_PK)
+    _check(baseline_PB)
+    num_problems = len(correct_PK)
+    if num_problems != len(baseline_PB):
+        raise DataError(f"a gain needs the same problems on both sides, got: {num_problems} and {len(baseline_PB)}")
+    differences_P = correct_PK.mean(axis=1) - baseline_PB.mean(axis=1)
+    mean = float(differences_P.mean())
+    spread = float(differences_P.var(ddof=1)) if num_problems > 1 else 1.0
+    noise = float((_sampling_variance(correct_PK) + _sampling_variance(baseline_PB)).mean())
+    error = math.sqrt(max(spread, noise) / num_problems)
+    half = t_quantile(0.5 + confidence / 2.0, degrees=max(num_problems - 1, 1)) * error
+    return Interval(mean=mean, low=max(-1.0, mean - half), high=min(1.0, mean + half))
+
+
+def _sampling_variance(correct_PK: np.ndarray) -> np.ndarray:
+    """Variance of each problem's mean accuracy by sampling alone, float64 [P]; positive also where all agree."""
+    k = correct_PK.shape[1]
+    chance_P = (correct_PK.sum(axis=1) + 0.5) / (k + 1.0)
+    return chance_P * (1.0 - chance_P) / k
 
 
 def pass_at_k(correct_PK: np.ndarray, k: int) -> float:

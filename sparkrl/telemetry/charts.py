@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 _WIDTH, _HEIGHT = 420.0, 230.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54.0, 12.0, 12.0, 26.0
@@ -52,22 +53,24 @@ class _Frame:
         return _HEIGHT - _BOTTOM - (at - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def line_chart(title: str, series: Sequence[Series], *, log: bool = False, limit: float | None = None) -> str:
+def line_chart(
+    title: str, series: Sequence[Series], *, log: bool = False, limit: float | None = None, low: float | None = None
+) -> str:
     """A card with one line a series.
 
     Args:
         log: logarithmic value axis; values <= 0 are gaps on it.
         limit: horizontal dashed line, drawn when given.
+        low: a value that the axis holds at its lower end, unless the figures go below it.
     """
     series = [_thinned(one) for one in series]
     values = [v for one in series for _, v in one.points if v is not None and _drawable(v, log)]
     values += [b for one in series for pair in one.bars or () if pair for b in pair if _drawable(b, log)]
     if not values:
         return _card(title, [one.name for one in series], '<p class="empty">nothing recorded</p>')
-    if limit is not None:
-        values.append(limit)
+    values += [value for value in (limit, low) if value is not None]
     steps = [float(step) for one in series for step, _ in one.points]
-    ticks, frame = _frame(steps, values, log)
+    ticks, frame = _frame(steps, values, log, low)
     parts = [_axes(frame, ticks)]
     if limit is not None:
         y = frame.y(limit)
@@ -108,6 +111,47 @@ def stacked_chart(title: str, series: Sequence[Series]) -> str:
     return _card(title, [one.name for one in series], _svg(title, parts, hover))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """One named histogram."""
+
+    name: str
+    counts: Sequence[int]
+
+
+def log_histogram(title: str, edges: Sequence[float], bars: Sequence[Bars]) -> str:
+    """A card with one outline a histogram, as fractions of its counts.
+
+    Args:
+        edges: log10 of the bins' edges, one more than each histogram has counts.
+    """
+    filled = [n for n in range(len(edges) - 1) if any(one.counts[n] for one in bars)]
+    if not filled:
+        return _card(title, [one.name for one in bars], '<p class="empty">nothing recorded</p>')
+    first, last = filled[0], filled[-1] + 1
+    shares = [[count / sum(one.counts) for count in one.counts] for one in bars]
+    ticks, frame = _frame([edges[first], edges[last]], [0.0, *(max(share) for share in shares)], log=False, least=0.0)
+    parts = [_value_axis(frame, ticks)]
+    decades = [tick for tick in range(math.ceil(frame.x_min), math.floor(frame.x_max) + 1)]
+    for tick in decades[:: -(-len(decades) // 6) or 1]:
+        anchor = "end" if tick == frame.x_max else "middle"
+        parts.append(f'<text class="tick {anchor}" x="{frame.x(tick):.1f}" y="{_HEIGHT - 8}">1e{tick}</text>')
+    for index, share in enumerate(shares):
+        path = f"M{frame.x(edges[first]):.1f} {frame.y(0.0):.1f}"
+        for n in range(first, last):
+            path += f"V{frame.y(share[n]):.1f}H{frame.x(edges[n + 1]):.1f}"
+        parts.append(f'<path class="line-{index}" d="{path}V{frame.y(0.0):.1f}"/>')
+    points = [
+        [
+            round(frame.x((edges[n] + edges[n + 1]) / 2), 1),
+            f"1e{edges[n]:g} to 1e{edges[n + 1]:g}",
+            [[one.name, f"{share[n]:.2%}"] for one, share in zip(bars, shares, strict=True)],
+        ]
+        for n in range(first, last)
+    ]
+    return _card(title, [one.name for one in bars], _svg(title, parts, _attribute(points)))
+
+
 def format_value(value: float) -> str:
     """A figure for people: four significant digits, scientific when very small or large."""
     if value == 0:
@@ -130,7 +174,9 @@ def _drawable(value: float | None, log: bool) -> bool:
     return value is not None and math.isfinite(value) and (value > 0 or not log)
 
 
-def _frame(steps: Sequence[float], values: Sequence[float], log: bool) -> tuple[list[float], _Frame]:
+def _frame(
+    steps: Sequence[float], values: Sequence[float], log: bool, least: float | None = None
+) -> tuple[list[float], _Frame]:
     low, high = min(values), max(values)
     if log:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
@@ -140,7 +186,7 @@ def _frame(steps: Sequence[float], values: Sequence[float], log: bool) -> tuple[
         return ticks, _Frame(min(steps), max(steps), 10.0**first, 10.0**last, True)
     if high - low < 1e-12 * max(abs(high), 1.0):  # one value: centre it on an axis of its own magnitude
         margin = abs(high) * 0.1 or 1.0
-        low, high = low - margin, high + margin
+        low, high = (low if low == least else low - margin), high + margin
     step = _nice((high - low) / 4)
     first_tick, last_tick = math.floor(low / step), math.ceil(high / step)
     ticks = [n * step for n in range(first_tick, last_tick + 1)]
@@ -154,16 +200,21 @@ def _nice(raw: float) -> float:
 
 
 def _axes(frame: _Frame, ticks: Sequence[float]) -> str:
+    parts = [_value_axis(frame, ticks)]
+    first, last = math.ceil(frame.x_min), math.floor(frame.x_max)
+    step = max(1, round(_nice(max(last - first, 1) / 5)))
+    for tick in range(-(-first // step) * step, last + 1, step):
+        parts.append(f'<text class="tick middle" x="{frame.x(tick):.1f}" y="{_HEIGHT - 8}">{tick}</text>')
+    return "".join(parts)
+
+
+def _value_axis(frame: _Frame, ticks: Sequence[float]) -> str:
     parts = []
     for tick in ticks:
         y = frame.y(tick)
         label = f"1e{round(math.log10(tick))}" if frame.log else f"{tick:.6g}"
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick end" x="{_LEFT - 6}" y="{y + 4:.1f}">{label}</text>')
-    first, last = math.ceil(frame.x_min), math.floor(frame.x_max)
-    step = max(1, round(_nice(max(last - first, 1) / 5)))
-    for tick in range(-(-first // step) * step, last + 1, step):
-        parts.append(f'<text class="tick middle" x="{frame.x(tick):.1f}" y="{_HEIGHT - 8}">{tick}</text>')
     return "".join(parts)
 
 
@@ -189,7 +240,7 @@ def _line(series: Series, frame: _Frame, index: int) -> str:
 
 
 def _hover(series: Sequence[Series], frame: _Frame, form: Callable[[float], str]) -> str:
-    """JSON list of [x, step, [[series name, text], ...]], as attribute text."""
+    """JSON list of [x, step or heading, [[series name, text], ...]], as attribute text."""
     found: dict[int, list[list[str]]] = {}
     for one in series:
         for number, (step, value) in enumerate(one.points):
@@ -199,7 +250,10 @@ def _hover(series: Sequence[Series], frame: _Frame, form: Callable[[float], str]
             if one.bars is not None and (bounds := one.bars[number]) is not None:
                 text += f" [{form(bounds[0])}, {form(bounds[1])}]"
             found.setdefault(step, []).append([one.name, text])
-    points = [[round(frame.x(step), 1), step, found[step]] for step in sorted(found)]
+    return _attribute([[round(frame.x(step), 1), step, found[step]] for step in sorted(found)])
+
+
+def _attribute(points: Sequence[Sequence[Any]]) -> str:
     return escape(json.dumps(points, separators=(",", ":")), quote=True)
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// Each chart carries [[x, step, [[series, text], ...]], ...]; show the step nearest to the pointer, or move with the arrows.
+// Each chart carries [[x, step or heading, [[series, text], ...]], ...]; show the step nearest to the pointer, or move with the arrows.
 const tip = document.getElementById("tip");
 for (const svg of document.querySelectorAll("svg[data-points]")) {
   const points = JSON.parse(svg.dataset.points);
@@ -14,7 +14,7 @@ for (const svg of document.querySelectorAll("svg[data-points]")) {
     cursor.setAttribute("x1", x);
     cursor.setAttribute("x2", x);
     tip.replaceChildren();
-    tip.appendChild(document.createElement("b")).textContent = "step " + step;
+    tip.appendChild(document.createElement("b")).textContent = typeof step === "number" ? "step " + step : step;
     for (const [name, text] of values) {
       const row = tip.appendChild(document.createElement("span"));
       row.appendChild(document.createElement("span")).textContent = name;

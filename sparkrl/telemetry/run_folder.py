@@ -4,6 +4,9 @@ runs/<recipe>/<YYYYmmdd-HHMMSS>-<seed>/
     config.yaml        resolved configuration
     metrics.jsonl      one object a training step or evaluation
     samples.jsonl      sample responses
+    histograms.jsonl   per step, how far trainer and rollout are apart
+    evals/step-000010.jsonl   every response of an evaluation
+    wandb_run.json     the W&B run to go on with
     checkpoints/step-000010/
     summary.json       headline figures
     report.html        curves and samples
@@ -16,10 +19,12 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,7 @@ from omegaconf import OmegaConf
 
 from sparkrl.config.schema import Config
 from sparkrl.errors import CheckpointError, ConfigError, DataError, SparkrlError
+from sparkrl.types import Answer
 
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished"
@@ -40,9 +46,11 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def create(cls, cfg: Config) -> RunFolder:
+    def create(cls, cfg: Config, *, name: str | None = None) -> RunFolder:
         """Make the folder of a new run, write its configuration, and point `latest` at it.
 
+        Args:
+            name: folder under `output_dir` that it goes into; None is the recipe's name.
         Raises:
             ConfigError: `run_dir` already holds a run, or the folder cannot be made.
         """
@@ -56,10 +64,11 @@ class RunFolder:
                     )
                 path.mkdir(parents=True, exist_ok=True)
             else:
-                path = _make_unique(Path(cfg.output_dir) / cfg.recipe_name, cfg.seed)
+                path = _make_unique(Path(cfg.output_dir) / (name or cfg.recipe_name), cfg.seed)
                 _point_latest_at(path)
             run = cls(path)
-            run.checkpoints_path.mkdir(exist_ok=True)
+            if name is None:
+                run.checkpoints_path.mkdir(exist_ok=True)
             write_atomically(path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
         except OSError as error:
             raise ConfigError(
@@ -95,6 +104,19 @@ class RunFolder:
             raise ConfigError(f"{self.path / 'config.yaml'} does not hold a configuration")
         return {str(key): value for key, value in config.items()}
 
+    def config_text(self) -> str:
+        """The run's configuration as YAML."""
+        return (self.path / "config.yaml").read_text(encoding="utf-8")
+
+    def wandb_id(self) -> str:
+        """Identifier of the W&B run that belongs to this folder; made and written down on first use."""
+        path = self.path / "wandb_run.json"
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+        made = secrets.token_hex(4)
+        write_atomically(path, json.dumps({"id": made}) + "\n")
+        return made
+
     # Rows ------------------------------------------------------------------------------------------------------------
 
     def append(self, name: str, row: dict[str, Any]) -> None:
@@ -103,46 +125,58 @@ class RunFolder:
         Raises:
             SparkrlError: it cannot be written (disk full, say); rows written before stay readable.
         """
-        file = self.path / f"{name}.jsonl"
-        line = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
-        try:
-            if not _ends_with_newline(file):  # a kill in mid-write left half a line; keep it from spoiling this one
-                line = "\n" + line
-            with file.open("a", encoding="utf-8", errors="backslashreplace") as rows:
-                rows.write(line)
-        except OSError as error:
-            raise SparkrlError(
-                f"cannot write to {file}: {error.strerror}",
-                hint="free disk space, then go on from the last checkpoint with `loop.resume`",
-            ) from error
+        append_rows(
+            self.path / f"{name}.jsonl",
+            [row],
+            hint="free disk space, then go on from the last checkpoint with `loop.resume`",
+        )
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The objects in `<name>.jsonl`, in order; lines torn by a kill are left out."""
-        file = self.path / f"{name}.jsonl"
-        if not file.is_file():
-            return []
-        rows = []
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                if isinstance(row, dict):
-                    rows.append(row)
-        return rows
+        return read_rows(self.path / f"{name}.jsonl")
 
     def rewind(self, step: int) -> None:
-        """Forget metrics and samples of later steps, which a run resumed at `step` will write anew."""
-        for name in ("metrics", "samples"):
+        """Forget metrics, samples and evaluations of later steps, which a run resumed at `step` will write anew."""
+        for name in ("metrics", "samples", "histograms"):
+            if not (self.path / f"{name}.jsonl").is_file():
+                continue
             rows = [row for row in self.rows(name) if row.get("step", 0) <= step]
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             write_atomically(self.path / f"{name}.jsonl", text)
+        for later, file in self._answer_files():
+            if later > step:
+                file.unlink()
+
+    def write_answers(self, step: int, answers: Sequence[Sequence[Answer]]) -> None:
+        """Write every response of the evaluation made after `step` steps, whole or not at all.
+
+        Raises:
+            SparkrlError: it cannot be written (disk full, say).
+        """
+        file = self.path / "evals" / f"step-{step:06d}.jsonl"
+        with suppress(OSError):
+            file.parent.mkdir(exist_ok=True)
+        text = "".join(
+            json.dumps(finite(asdict(answer)), ensure_ascii=False) + "\n" for row in answers for answer in row
+        )
+        write_atomically(file, text)
+
+    def answers(self, step: int) -> tuple[tuple[Answer, ...], ...]:
+        """Every response of the evaluation made after `step` steps, by problem; empty when there is none."""
+        return group_answers(read_rows(self.path / "evals" / f"step-{step:06d}.jsonl"))
+
+    def eval_steps(self) -> list[int]:
+        """Steps after which an evaluation was made whose responses are here."""
+        return [step for step, _ in self._answer_files()]
+
+    def _answer_files(self) -> list[tuple[int, Path]]:
+        found = [(_STEP_FOLDER.fullmatch(file.stem), file) for file in (self.path / "evals").glob("step-*.jsonl")]
+        return sorted((int(match[1]), file) for match, file in found if match)
 
     def write_summary(self, summary: dict[str, Any]) -> Path:
         """Write summary.json whole or not at all."""
         path = self.path / "summary.json"
-        write_atomically(path, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+        write_atomically(path, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
         return path
 
     def summary(self) -> dict[str, Any] | None:
@@ -223,6 +257,50 @@ class RunFolder:
                 shutil.rmtree(folder)
 
 
+def append_rows(file: Path, rows: Sequence[Mapping[str, Any]], *, hint: str) -> None:
+    """Add JSON objects to a file, one a line, and hand them to the operating system; non-finite numbers become null.
+
+    Raises:
+        SparkrlError: it cannot be written (disk full, say); rows written before stay readable.
+    """
+    text = "".join(json.dumps(finite(dict(row)), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    try:
+        if not _ends_with_newline(file):  # a kill in mid-write left half a line; keep it from spoiling this one
+            text = "\n" + text
+        with file.open("a", encoding="utf-8", errors="backslashreplace") as lines:
+            lines.write(text)
+    except OSError as error:
+        raise SparkrlError(f"cannot write to {file}: {error.strerror}", hint=hint) from error
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line, in order; lines torn by a kill are left out, a missing file has none."""
+    if not file.is_file():
+        return []
+    rows = []
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
+
+
+def group_answers(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[Answer, ...], ...]:
+    """Rows as `write_answers` wrote them, by problem in order of appearance; keys that are not an answer's are left
+    out, and of two rows of one response the later counts."""
+    names = [field.name for field in fields(Answer)]
+    found: dict[str, dict[int, Answer]] = {}
+    for row in rows:
+        with suppress(KeyError):
+            answer = Answer(**{name: row[name] for name in names})
+            found.setdefault(answer.problem_uid, {})[answer.index] = answer
+    return tuple(tuple(by_index[index] for index in sorted(by_index)) for by_index in found.values())
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file through a temporary one: readers see the old content or the new, never a part.
 
@@ -269,6 +347,23 @@ def _point_latest_at(path: Path) -> None:
         raise
 
 
+def adapter_folder(folder: Path) -> Path:
+    """The adapter's own folder: `folder` itself, or that of the newest checkpoint where it is a run's.
+
+    Raises:
+        ConfigError: it is neither.
+        CheckpointError: the run has no complete checkpoint.
+    """
+    if (folder / "config.yaml").is_file():
+        return RunFolder.open(folder).latest_checkpoint()[1]
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} is neither a PEFT adapter nor a run folder",
+            hint="an adapter's folder holds adapter_config.json, a run's holds config.yaml",
+        )
+    return folder
+
+
 def _ends_with_newline(file: Path) -> bool:
     if not file.exists() or file.stat().st_size == 0:
         return True
@@ -277,12 +372,12 @@ def _ends_with_newline(file: Path) -> bool:
         return rows.read(1) == b"\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same value with NaN and infinities as None and NumPy scalars as plain numbers: what JSON can hold."""
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -16,6 +16,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from sparkrl.telemetry.figures import figures_of_row, gain_text
+
 Row = dict[str, Any]
 
 _NUM_ROWS = 8
@@ -94,7 +96,11 @@ class Terminal:
     def eval(self, row: Row) -> None:
         """Show one evaluation beside the first one."""
         mean, low, high = (_format(row, f"eval/{name}", ".3f") for name in ("mean", "low", "high"))
-        line = Text(f"{row['name']} mean@{row['k']} after {row['step']} steps: {mean} [{low}, {high}]")
+        gain = gain_text(figures_of_row(row))
+        line = Text(
+            f"{row['name']} mean@{row['k']} after {row['step']} steps: {mean} [{low}, {high}]"
+            + (f", gain {gain}" if gain else "")
+        )
         self._eval_lines.setdefault("start", line)
         self._eval_lines["latest"] = line
         if self._live is None:

@@ -1,131 +1,239 @@
-"""Weights & Biases. It watches a run and must never stop one: after its first failure it is given up with a warning."""
+"""Weights & Biases. It watches a run and must never stop or slow one: without a network it writes to disk."""
 
 from __future__ import annotations
 
+import netrc
 import os
+import socket
+import threading
+import urllib.request
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 
 from sparkrl.config.schema import Config, WandbMode
+from sparkrl.telemetry.histograms import Histogram
 from sparkrl.telemetry.samples import Sample
+from sparkrl.telemetry.sinks import BEST, NAMESPACES, Guard
 
 Mode = Literal["online", "offline", "disabled"]
 
-_MAX_FAILURES = 3
-_INIT_TIMEOUT_S = 60.0
-_NUM_BINS = 64
-_BEST = {
-    "eval/mean": "max",
-    "rollout/accuracy": "max",
-    "rollout/reward_mean": "max",
-    "agree/k3": "max",
-    "agree/dlogp_p999": "max",
-    "agree/route_agreement": "min",
-}
+_CONNECT_TIMEOUT_S = 5.0
+_GRACE_S = 5.0
+"""Added to W&B's own time-out before its process is ended."""
+_ALERT_EVERY_S = 3600
+_SERVICE = "wandb-core"
+_PUBLIC_HOST = "api.wandb.ai"
 
 
 class WandbSink:
-    """One W&B run. Every method returns at once when W&B is off or was given up."""
+    """One W&B run, the same one when a run folder is gone on with."""
 
-    def __init__(self, cfg: Config, folder: Path, *, config: dict[str, Any]) -> None:
+    def __init__(
+        self, cfg: Config, folder: Path, *, config: dict[str, Any], run_id: str, job_type: str = "train"
+    ) -> None:
         """
         Args:
             cfg: mode, project, names.
-            folder: the run folder; offline data goes into `<folder>/wandb`.
+            folder: the run folder; data goes into `<folder>/wandb`.
             config: resolved configuration as plain values.
+            run_id: of the W&B run; one that exists is gone on with.
         """
-        self.failures = 0
-        """Calls of W&B that failed."""
+        self._guard = Guard("W&B")
+        self._timeout_s = cfg.telemetry.wandb_timeout_s
         self._run: Any = None
-        self.mode: Mode = self._resolve_mode(cfg.telemetry.wandb)
+        self.mode: Mode = _resolve_mode(cfg.telemetry.wandb)
         """`online`, `offline` or `disabled`."""
-        if self.mode != "disabled":
-            self._guard(lambda: self._init(cfg, folder, config), "start")
+        if self.mode == "disabled":
+            return
+        start = {
+            "project": cfg.telemetry.project,
+            "name": f"{cfg.recipe_name}-{folder.name}",
+            "group": cfg.recipe_name,
+            "job_type": job_type,
+            "dir": str(folder),
+            "config": config,
+            "id": run_id,
+            "resume": "allow",
+        }
+        if self.mode == "online":
+            self._start_online(start)
+        if self.mode == "offline" and not self._guard(lambda: self._init(start, folder), "start"):
+            self._run, self.mode = None, "disabled"
 
-    def log(self, step: int, metrics: dict[str, Any], *, dlogp: np.ndarray | None = None) -> None:
-        """Metrics of one step, and the histogram of trainer minus rollout log-probs (float [tokens], nats)."""
+    @property
+    def failures(self) -> int:
+        """Calls of W&B that failed."""
+        return self._guard.failures
+
+    def log(self, step: int, metrics: Mapping[str, Any], histograms: Sequence[Histogram] = ()) -> None:
+        """Metrics and histograms of one step."""
 
         def send() -> None:
             import wandb
 
             values = {name: value for name, value in metrics.items() if value is not None}
-            if dlogp is not None and (finite := dlogp[np.isfinite(dlogp)]).size:
-                values["agree/dlogp"] = wandb.Histogram(np_histogram=np.histogram(finite, bins=_NUM_BINS))
+            for one in histograms:
+                values[one.name] = wandb.Histogram(np_histogram=(np.array(one.counts), np.array(one.edges)))
             self._run.log({"step": step, **values})
 
-        self._guard(send, "log")
+        self._send(send, "log")
 
-    def log_samples(self, step: int, kind: str, samples: Sequence[Sample]) -> None:
-        """A table of sample responses."""
+    def log_table(self, step: int, name: str, rows: Sequence[Sample]) -> None:
+        """A table, for example of sample responses."""
 
         def send() -> None:
             import wandb
 
-            columns = list(samples[0])
-            table = wandb.Table(columns=[*columns], data=[[row[name] for name in columns] for row in samples])
-            self._run.log({"step": step, f"samples/{kind}": table})
+            columns = list(rows[0])
+            table = wandb.Table(columns=[*columns], data=[[row[column] for column in columns] for row in rows])
+            self._run.log({"step": step, name: table})
 
-        if samples:
-            self._guard(send, "log samples")
+        if rows:
+            self._send(send, f"log {name}")
+
+    def alert(self, title: str, text: str) -> None:
+        """Sent by mail or chat, as the account's settings say; one of a title an hour."""
+        self._send(lambda: self._run.alert(title=title, text=text, level="WARN", wait_duration=_ALERT_EVERY_S), "alert")
 
     def finish(self, *, failed: bool) -> None:
-        """Flush and close."""
+        """Flush and close, in bounded time: what is not uploaded by then stays on disk for `wandb sync`."""
 
         def close() -> None:
             run, self._run = self._run, None
-            run.finish(exit_code=1 if failed else 0)
+            errors: list[Exception] = []
 
-        self._guard(close, "finish")
+            def end() -> None:
+                try:
+                    run.finish(exit_code=1 if failed else 0)
+                except Exception as error:  # border: raised below, in the thread that waits
+                    errors.append(error)
 
-    def _init(self, cfg: Config, folder: Path, config: dict[str, Any]) -> None:
+            closing = threading.Thread(target=end, daemon=True)
+            closing.start()
+            closing.join(self._timeout_s + _GRACE_S)
+            if closing.is_alive():
+                # A request that a silent server never answers holds W&B back beyond its own time-out.
+                _end_service()
+                closing.join(_GRACE_S)
+                warnings.warn(
+                    f"W&B did not end within {self._timeout_s:.0f} s; `wandb sync` uploads the rest.", stacklevel=4
+                )
+            elif errors:
+                raise errors[0]
+
+        self._send(close, "finish")
+
+    def _send(self, call: Any, what: str) -> None:
+        if self._run is None:
+            return
+        self._guard(call, what)
+        if self._guard.given_up:
+            self._run, self.mode = None, "disabled"
+
+    def _start_online(self, start: dict[str, Any]) -> None:
+        """Start with uploads; where that fails within bounds, `mode` falls back to offline."""
+        why = _unreachable() if has_key() else "there is no key"
+        if why is None:
+            try:
+                self._init(start, Path(start["dir"]))
+            except Exception as error:  # border: W&B raises dozens of types
+                why = str(error).splitlines()[0]
+        if why is not None:
+            warnings.warn(f"W&B is not reached: {why}. Written offline; `wandb sync` uploads it later.", stacklevel=4)
+            self._run, self.mode = None, "offline"
+
+    def _init(self, start: dict[str, Any], folder: Path) -> None:
         import wandb
 
-        self._run = wandb.init(
-            project=cfg.telemetry.project,
-            name=f"{cfg.recipe_name}-{folder.name}",
-            group=cfg.recipe_name,
-            dir=str(folder),
-            mode=self.mode,
-            config=config,
-            settings=wandb.Settings(silent=True, console="off", init_timeout=_INIT_TIMEOUT_S),
+        settings = wandb.Settings(
+            silent=True, console="off", init_timeout=self._timeout_s, finish_timeout=self._timeout_s
         )
-        self._run.define_metric("step")
-        for name in ("*", *_BEST):
-            best = {"summary": f"{_BEST[name]},last"} if name in _BEST else {}
-            self._run.define_metric(name, step_metric="step", **best)
-
-    def _guard(self, call: Callable[[], None], what: str) -> None:
-        """Run one call of W&B; its failure costs a warning, and W&B itself after a few."""
-        if self._run is None and what != "start":
-            return
-        try:
-            call()
-        except Exception as error:  # W&B must never stop a run, and raises dozens of types
-            self.failures += 1
-            if self.failures == 1:
-                warnings.warn(f"W&B could not {what}: {error}. The run goes on without it.", stacklevel=3)
-            if what == "start" or self.failures >= _MAX_FAILURES:
-                self._run, self.mode = None, "disabled"
-
-    def _resolve_mode(self, mode: WandbMode) -> Mode:
-        if mode is WandbMode.auto:
-            return "online" if has_key() else "offline"
-        modes: dict[WandbMode, Mode] = {WandbMode.online: "online", WandbMode.offline: "offline"}
-        return modes.get(mode, "disabled")
+        with _home(folder):
+            self._run = wandb.init(**start, mode=self.mode, settings=settings)
+        self._run.define_metric("step", hidden=True)
+        for namespace in NAMESPACES:
+            self._run.define_metric(f"{namespace}/*", step_metric="step")
+        for name, best in BEST.items():
+            self._run.define_metric(name, step_metric="step", summary=f"{best},last")
 
 
 def has_key() -> bool:
-    """Whether W&B would find a key by itself, in the environment or in netrc."""
-    if os.environ.get("WANDB_API_KEY"):
+    """Whether W&B would find a key by itself: in the environment, its settings or netrc."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     try:
-        import wandb
-        from wandb.sdk.lib import wbauth
-
-        return bool(wbauth.read_netrc_auth(host=wandb.Settings().base_url))
-    except Exception:  # not part of W&B's public interface; without it, offline is the safe answer
+        settings = _settings()
+        if settings.api_key:
+            return True
+        hosts = {urlsplit(str(settings.base_url)).netloc}
+        if not os.environ.get("WANDB_BASE_URL"):
+            hosts.add(_PUBLIC_HOST)
+        entries = netrc.netrc(_netrc_file())
+    except Exception:  # no file, an unreadable one, settings that do not validate: offline is the safe answer
         return False
+    return any((found := entries.authenticators(host)) and found[2] for host in hosts)
+
+
+def _settings() -> Any:
+    """W&B's settings, environment and settings files included."""
+    import wandb
+
+    return wandb.setup(wandb.Settings(silent=True)).settings
+
+
+def _netrc_file() -> Path:
+    if given := os.environ.get("NETRC"):
+        return Path(given).expanduser()
+    home = Path.home()
+    return next((home / name for name in (".netrc", "_netrc") if (home / name).is_file()), home / ".netrc")
+
+
+def _resolve_mode(mode: WandbMode) -> Mode:
+    if os.environ.get("WANDB_MODE", "") in ("disabled", "offline") and mode in (WandbMode.auto, WandbMode.online):
+        return "offline" if os.environ["WANDB_MODE"] == "offline" else "disabled"
+    if mode is WandbMode.auto:
+        return "online" if has_key() else "offline"
+    modes: dict[WandbMode, Mode] = {WandbMode.online: "online", WandbMode.offline: "offline"}
+    return modes.get(mode, "disabled")
+
+
+def _unreachable() -> str | None:
+    """Why the W&B server does not answer a connection, or None. Without it W&B would retry until its own time-out."""
+    url = urlsplit(str(_settings().base_url))
+    host = url.hostname or ""
+    if url.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
+        return None  # only the proxy can tell
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return f"{host}:{port}: {error}"
+    return None
+
+
+def _end_service() -> None:
+    """End W&B's own process, which has written everything to disk long before."""
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.name().startswith(_SERVICE):
+                child.kill()
+
+
+@contextmanager
+def _home(folder: Path) -> Iterator[None]:
+    """Without HOME, W&B's own process finds no place for its log, and prints it."""
+    if os.environ.get("HOME") or os.environ.get("XDG_CACHE_HOME"):
+        yield
+        return
+    os.environ["XDG_CACHE_HOME"] = str(folder / "wandb" / "cache")
+    try:
+        yield
+    finally:
+        del os.environ["XDG_CACHE_HOME"]

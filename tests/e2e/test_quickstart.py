@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
+from wandb_file import history, wandb_records
 
 SMALL = [
     "recipe=quickstart",
@@ -103,6 +105,20 @@ def test_run_folder_holds_config_samples_checkpoints_report_and_wandb(finished: 
     assert list(finished.glob("wandb/offline-run-*/run-*.wandb"))
 
 
+def test_wandb_folder_read_back_equals_metrics_jsonl(finished: Path) -> None:
+    logged = history(finished)
+    for row in rows(finished, "train") + rows(finished, "eval"):
+        expected = {name: value for name, value in row.items() if "/" in name and value is not None}
+        (found,) = [one for one in logged if one["step"] == row["step"] and expected.keys() <= one.keys()]
+        assert {name: found[name] for name in expected} == expected
+    histograms = [one for one in logged if "agree/k3_tokens/bins" in one]
+    assert [one["step"] for one in histograms] == [1, 2, 3]
+    assert sum(histograms[0]["agree/k3_tokens/values"]) == rows(finished, "train")[0]["rollout/tokens"]
+    tables = {name for one in logged for name in one if name.endswith("/_type")}
+    assert {"samples/train/_type", "samples/eval/_type", "problems/eval/_type"} <= tables
+    assert any(record.HasField("stats") for record in wandb_records(finished))  # W&B's own system figures
+
+
 def test_adapter_changes_with_every_step(finished: Path) -> None:
     first, second = (load_file(finished / f"checkpoints/step-00000{n}/adapter_model.safetensors") for n in (1, 2))
     moved = [name for name in first if not first[name].equal(second[name])]
@@ -117,10 +133,63 @@ def test_report_command_rebuilds_the_same_page(finished: Path) -> None:
     assert (finished / "report.html").read_text() == before
 
 
-def test_eval_command_scores_the_newest_checkpoint_as_training_did(finished: Path) -> None:
-    result = sparkrl("eval", *SMALL, "--adapter", str(finished))
+def responses(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def evaluated(finished: Path) -> Path:
+    """An evaluation of the finished run, spelled as short as it can be."""
+    folder = finished.parent / "evaluation"
+    small = [word for word in SMALL if not word.startswith(("eval.k", "loop.", "trainer."))]
+    result = sparkrl("eval", *small, "k=4", f"adapter={finished}", f"run_dir={folder}")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"mean@4 {rows(finished, 'eval')[-1]['eval/mean']:.3f}" in result.stdout
+    (folder / "stdout").write_text(result.stdout)
+    return folder
+
+
+def test_eval_command_scores_base_and_newest_checkpoint_as_training_did(finished: Path, evaluated: Path) -> None:
+    record = json.loads((evaluated / "evaluation.json").read_text())
+    first, last = rows(finished, "eval")
+    for name in ("mean", "low", "high", "pass_at_k", "pass_at_2", "maj_at_k", "mean_tokens", "truncated"):
+        assert record["baseline"][name] == first[f"eval/{name}"]
+        assert record["adapter"][name] == last[f"eval/{name}"]
+    assert record["adapter"]["step"] == 3
+    for name in ("gain", "gain_low", "gain_high"):
+        assert record["adapter"][name] == last[f"eval/{name}"]
+    assert last["eval/gain"] == pytest.approx(last["eval/mean"] - first["eval/mean"])
+    assert f"gain {last['eval/gain']:+.3f} [{last['eval/gain_low']:+.3f}" in (evaluated / "stdout").read_text()
+
+
+def test_eval_command_keeps_every_response_and_a_row_a_problem(finished: Path, evaluated: Path) -> None:
+    written = responses(evaluated)
+    assert len(written) == 2 * 16 * 4
+    trained = [json.loads(line) for line in (finished / "evals/step-000003.jsonl").read_text().splitlines()]
+    assert [{"policy": "adapter", **row} for row in trained] == [row for row in written if row["policy"] == "adapter"]
+    table = pq.read_table(evaluated / "problems.parquet").to_pylist()
+    assert [row["problem"] for row in table] == list(dict.fromkeys(row["problem_uid"] for row in written))
+    assert sum(row["right"] for row in table) == sum(row["correct"] for row in trained)
+    for row in table:
+        assert row["gain"] == row["mean"] - row["baseline_mean"]
+    page = (evaluated / "report.html").read_text()
+    assert "gain, paired" in page and "https://" not in page
+
+
+def test_eval_command_gone_on_with_asks_only_what_is_left(finished: Path, evaluated: Path) -> None:
+    before = json.loads((evaluated / "evaluation.json").read_text())
+    kept = [row | {"response": "kept"} for row in responses(evaluated)][: 16 * 4 + 10]
+    text = "".join(json.dumps(row) + "\n" for row in kept)
+    (evaluated / "responses.jsonl").write_text(text + '{"policy": "adapter", "problem_ui')  # killed in mid-write
+    result = sparkrl("eval", *SMALL, "--adapter", str(finished), f"eval.resume={evaluated}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    now = json.loads((evaluated / "evaluation.json").read_text())
+    assert (now["adapter"], now["baseline"]) == (before["adapter"], before["baseline"])
+    # Two problems of the adapter had all four answers; the third had two, and was asked again.
+    assert sum(row["response"] != "kept" for row in responses(evaluated)) == 14 * 4
+
+    other = sparkrl("eval", *SMALL, "k=2", "--adapter", str(finished), f"eval.resume={evaluated}")
+    assert other.returncode == 1
+    assert "`k` is 2, the evaluation was started with 4" in other.stderr
 
 
 def test_interrupt_saves_and_resume_gives_the_same_curve_as_an_uninterrupted_run(

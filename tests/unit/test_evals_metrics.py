@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparkrl.errors import DataError
-from sparkrl.evals import maj_at_k, mean_at_k, pass_at_k, t_quantile
+from sparkrl.evals import maj_at_k, mean_at_k, paired_gain, pass_at_k, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,72 @@ def test_maj_at_k_counts_majorities_ties_and_silence_by_hand():
     correct = [[True, True, False, False], [True, False, False, False], [True, False, False, False], [False] * 4]
     # right; wrong (2 outvotes 1); a tie of which one half is right; no answer
     assert maj_at_k(extracted, correct) == pytest.approx((1 + 0 + 0.5 + 0) / 4)
+
+
+def test_pass_at_k_of_random_verdicts_equals_every_choice_of_k_responses():
+    rng = np.random.default_rng(3)
+    for _ in range(40):
+        num_problems, num_responses = rng.integers(1, 5), rng.integers(1, 8)
+        correct_PN = rng.random((num_problems, num_responses)) < rng.random()
+        for k in range(1, num_responses + 1):
+            chosen = list(itertools.combinations(range(num_responses), k))
+            brute = np.mean([[row[list(subset)].any() for subset in chosen] for row in correct_PN])
+            assert pass_at_k(correct_PN, k) == pytest.approx(brute, abs=1e-12)
+
+
+def test_maj_at_k_of_random_votes_equals_every_way_to_break_ties():
+    rng = np.random.default_rng(4)
+    for _ in range(60):
+        k = int(rng.integers(1, 6))
+        votes = [None if rng.random() < 0.2 else str(rng.integers(3)) for _ in range(k)]
+        # Over all orders of the votes, the winner is the first of the most frequent answers.
+        orders = list(itertools.permutations(vote for vote in votes if vote is not None))
+        brute = float(np.mean([max(order, key=order.count, default=None) == "0" for order in orders]))
+        assert maj_at_k([votes], [[vote == "0" for vote in votes]]) == pytest.approx(brute, abs=1e-12)
+
+
+def test_paired_gain_of_a_worked_example_equals_hand_computation():
+    # Differences 0.75, 0.25, 0, -0.25 and mean 0.1875; their sample variance is 0.182292, more than the sampling noise.
+    ours = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]], dtype=bool)
+    base = np.array([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]], dtype=bool)
+    half = 3.182446 * math.sqrt(0.182292 / 4)
+    gain = paired_gain(ours, base)
+    assert gain.mean == 0.1875
+    assert (gain.low, gain.high) == (pytest.approx(0.1875 - half, abs=1e-5), pytest.approx(0.1875 + half, abs=1e-5))
+
+
+def test_paired_gain_of_equal_verdicts_is_as_wide_as_sampling_alone():
+    # Every problem: q = 8.5 / 9 on both sides, so the variance is 2 * q (1 - q) / 8; t(29) = 2.04523.
+    verdicts = np.ones((30, 8), dtype=bool)
+    half = 2.04523 * math.sqrt(2 * (8.5 / 9) * (0.5 / 9) / 8 / 30)
+    gain = paired_gain(verdicts, verdicts)
+    assert (gain.mean, gain.low, gain.high) == (0.0, pytest.approx(-half, abs=1e-6), pytest.approx(half, abs=1e-6))
+
+
+def test_paired_gain_changes_sign_with_its_sides_and_takes_other_numbers_of_responses():
+    rng = np.random.default_rng(5)
+    for _ in range(50):
+        ours, base = rng.random((6, 8)) < rng.random((6, 1)), rng.random((6, 3)) < rng.random((6, 1))
+        there, back = paired_gain(ours, base), paired_gain(base, ours)
+        assert there.mean == pytest.approx(ours.mean() - base.mean(), abs=1e-12)
+        assert (there.mean, there.low, there.high) == pytest.approx((-back.mean, -back.high, -back.low), abs=1e-12)
+        assert -1.0 <= there.low <= there.mean <= there.high <= 1.0
+
+
+@pytest.mark.parametrize(("num_problems", "k", "lift"), [(30, 8, 0.0), (30, 8, 0.2), (128, 8, 0.3), (30, 2, 0.1)])
+def test_paired_gain_intervals_in_simulation_cover_at_their_confidence(num_problems, k, lift):
+    """Difficulties from a Beta distribution, lifted towards 1 by a known mean gain: 95 % of intervals must hold it."""
+    rng = np.random.default_rng(6)
+    hits = 0
+    for _ in range(1500):
+        chance = rng.beta(1, 1, size=(num_problems, 1))
+        lifted = chance + lift * 2 * (1 - chance) * rng.random((num_problems, 1))
+        gain = paired_gain(rng.random((num_problems, k)) < lifted, rng.random((num_problems, k)) < chance)
+        # mean of 2 lift (1 - chance) u with uniform chance and u
+        hits += gain.low <= lift / 2 <= gain.high
+    assert 0.93 <= hits / 1500 <= 0.99  # the noise floor may only make it wider
+
+
+def test_paired_gain_over_other_problems_raises():
+    with pytest.raises(DataError, match="the same problems on both sides, got: 3 and 2"):
+        paired_gain(np.ones((3, 2), dtype=bool), np.ones((2, 2), dtype=bool))

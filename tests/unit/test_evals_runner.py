@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 
 from sparkrl.config.schema import EvalConfig
 from sparkrl.errors import WorkerError
-from sparkrl.evals import evaluate, mean_at_k
+from sparkrl.evals import evaluate, evaluation_of, mean_at_k, paired_gain, with_gain
 from sparkrl.types import FinishReason, Group, Problem, Response, Score, ScoredGroup
 
 
@@ -18,10 +19,12 @@ class Parrot:
 
     def __init__(self, *, lose=0):
         self.calls = []
+        self.asked = []
         self._lose = lose
 
     async def sample(self, problems, **options):
         self.calls.append(options)
+        self.asked.append([problem.uid for problem in problems])
         groups = []
         for problem in problems[: len(problems) - self._lose]:
             words = problem.messages[0]["content"].split()
@@ -80,15 +83,26 @@ def run(sampler, cfg, **more):
 
 
 def test_evaluate_of_known_responses_gives_figures_computed_by_hand():
-    result, groups = run(Parrot(), EvalConfig(k=4, name="tiny"))
+    evaluation = run(Parrot(), EvalConfig(k=4, name="tiny"))
+    result = evaluation.result
     interval = mean_at_k(np.array([[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]], dtype=bool))
     assert (result.name, result.step, result.k, result.num_problems) == ("tiny", 30, 4, 3)
     assert (result.mean, result.low, result.high) == (0.25, interval.low, interval.high)
     assert result.pass_at_k == pytest.approx(2 / 3)
     assert result.mean_tokens == pytest.approx((4 + 3 + 3 + 5) / 12)
     assert result.truncated == pytest.approx(2 / 12)
-    assert result.extra == {"maj_at_k": pytest.approx(1 / 3), "extraction_failures": pytest.approx(3 / 12)}
-    assert [len(group.scores) for group in groups] == [4, 4, 4]
+    # Two of four: 1 - C(2, 2) / C(4, 2) = 5/6; one of four: 1 - C(3, 2) / C(4, 2) = 1/2.
+    assert result.extra == {
+        "pass_at_2": pytest.approx((5 / 6 + 1 / 2) / 3),
+        "maj_at_k": pytest.approx(1 / 3),
+        "extraction_failures": pytest.approx(3 / 12),
+    }
+    assert [[answer.response for answer in row] for row in evaluation.answers] == [
+        ["7", "7", "8", "?"],
+        ["8", "8", "7", "88"],
+        ["?", "?", "1", "2"],
+    ]
+    assert evaluation.answers[1][3].finish_reason == "length" and evaluation.answers[2][0].extracted is None
 
 
 def test_evaluate_passes_its_own_sampling_options_and_budget():
@@ -103,10 +117,55 @@ def test_evaluate_passes_its_own_sampling_options_and_budget():
 
 
 def test_evaluate_with_num_problems_takes_the_first_ones():
-    result, _ = run(Parrot(), EvalConfig(k=4, num_problems=1))
+    result = run(Parrot(), EvalConfig(k=4, num_problems=1)).result
     assert (result.num_problems, result.mean) == (1, 0.5)
 
 
 def test_evaluate_when_the_rollout_loses_a_problem_raises():
     with pytest.raises(WorkerError, match="4 responses to each of 3 problems and got 8 responses to 2"):
         run(Parrot(lose=1), EvalConfig(k=4))
+
+
+def test_evaluate_in_parts_hands_each_part_on_as_soon_as_it_is_scored():
+    sampler, kept = Parrot(), []
+    evaluation = run(sampler, EvalConfig(k=4), problems_at_once=2, keep=kept.append)
+    assert sampler.asked == [["0", "1"], ["2"]]
+    assert [[answer.problem_uid for answer in answers] for answers in kept] == [["0"] * 4 + ["1"] * 4, ["2"] * 4]
+    assert [answer for answers in kept for answer in answers] == [
+        answer for row in evaluation.answers for answer in row
+    ]
+    assert evaluation == run(Parrot(), EvalConfig(k=4))
+
+
+def test_evaluate_gone_on_with_asks_only_what_was_not_answered_in_full():
+    whole = run(Parrot(), EvalConfig(k=4))
+    answered = {"0": whole.answers[0], "1": whole.answers[1][:3], "9": whole.answers[0]}
+    sampler = Parrot()
+    assert run(sampler, EvalConfig(k=4), answered=answered) == whole
+    assert sampler.asked == [["1", "2"]]
+
+
+def test_evaluate_of_complete_answers_asks_nothing():
+    whole = run(Parrot(), EvalConfig(k=4))
+    sampler = Parrot()
+    assert run(sampler, EvalConfig(k=4), answered={row[0].problem_uid: row for row in whole.answers}) == whole
+    assert sampler.asked == []
+
+
+def test_gain_pairs_problems_by_name_and_not_by_place():
+    whole = run(Parrot(), EvalConfig(k=4))
+    none_right = [[dataclasses.replace(answer, correct=False) for answer in row] for row in whole.answers]
+    cfg = EvalConfig(k=4, confidence=0.9)
+    gain = with_gain(whole, none_right[::-1], cfg).result.extra
+    expected = paired_gain(
+        np.array([[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]], dtype=bool), np.zeros((3, 4), dtype=bool), confidence=0.9
+    )
+    assert (gain["gain"], gain["gain_low"], gain["gain_high"]) == (expected.mean, expected.low, expected.high)
+    assert expected.mean == 0.25
+
+
+def test_gain_over_a_baseline_of_other_problems_is_left_out():
+    whole = run(Parrot(), EvalConfig(k=4))
+    assert with_gain(whole, (), EvalConfig(k=4)) is whole
+    assert with_gain(whole, whole.answers[:2], EvalConfig(k=4)) is whole
+    assert evaluation_of(whole.answers, EvalConfig(k=4), step=30) == whole

@@ -5,16 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
-import struct
 import time
 import warnings
 
 import numpy as np
 import pytest
 from rich.console import Console
+from wandb_file import history, wandb_records
 
 from sparkrl.config.schema import Config, WandbMode
 from sparkrl.errors import SparkrlError
+from sparkrl.evals.runner import answers_of
 from sparkrl.telemetry import RunFolder, RunStatus, Telemetry
 from sparkrl.telemetry.samples import pick_samples
 from sparkrl.types import EvalResult, FinishReason, Group, Problem, Response, Score, ScoredGroup
@@ -182,41 +183,6 @@ def test_samples_are_right_and_wrong_in_turn_from_different_problems(cfg, out):
     assert [s["uid"] for s in only_wrong] == ["c/0", "c/1"]
 
 
-def wandb_records(folder):
-    """Every record of an offline W&B run, read by the rules of its file format (LevelDB's log with a 7-byte head)."""
-    from wandb.proto import wandb_internal_pb2
-
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    data, at, parts, records = file.read_bytes(), 7, b"", []
-    while at + 7 <= len(data):
-        rest = 32768 - at % 32768
-        if rest < 7:
-            at += rest
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            records.append(record)
-            parts = b""
-    return records
-
-
-def history(folder):
-    """Logged rows by column, once the file is complete: W&B's own process writes it shortly after `finish`."""
-    deadline_s = time.monotonic() + 20.0
-    while not any(record.HasField("exit") for record in wandb_records(folder)):
-        assert time.monotonic() < deadline_s, "W&B did not finish its file"
-        time.sleep(0.1)
-    rows = []
-    for record in wandb_records(folder):
-        if record.WhichOneof("record_type") == "history":
-            rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
-    return rows
-
-
 def test_wandb_offline_records_metrics_histogram_and_samples(cfg, out, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", os.devnull)
@@ -224,7 +190,7 @@ def test_wandb_offline_records_metrics_histogram_and_samples(cfg, out, monkeypat
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         telemetry, run = start(cfg, out)
-        telemetry.log_eval(make_eval(0, 0.5), [make_group("a", [True, False])])
+        telemetry.log_eval(make_eval(0, 0.5), [answers_of(make_group("a", [True, False]))])
         dlogp = np.array([-0.5, 0.0, 0.0, 0.5, np.nan], dtype=np.float32)
         telemetry.log_step(1, {"agree/k3": 1e-4}, dlogp=dlogp, samples=[make_group("b", [True])])
         telemetry.finish(RunStatus.FINISHED)

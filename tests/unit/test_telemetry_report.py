@@ -61,9 +61,9 @@ def record_step(run, step, **more):
     run.append("metrics", row | {"agree/k3": 1e-4 * step, "time/rollout_s": 2.0, "time/train_s": 3.0} | more)
 
 
-def record_eval(run, step, mean):
+def record_eval(run, step, mean, **more):
     row = {"step": step, "kind": "eval", "name": "heldout", "k": 8, "num_problems": 64, "eval/pass_at_k": 0.9}
-    run.append("metrics", row | {"eval/mean": mean, "eval/low": mean - 0.05, "eval/high": mean + 0.05})
+    run.append("metrics", row | {"eval/mean": mean, "eval/low": mean - 0.05, "eval/high": mean + 0.05} | more)
 
 
 def record_sample(run, step, uid, correct):
@@ -77,7 +77,7 @@ def test_report_of_a_whole_run_holds_its_figures_and_charts(run):
     for step in (1, 2, 3):
         record_step(run, step, **({"agree/k3_no_replay": 0.02} if step == 2 else {}))
         record_sample(run, step, f"u{step}", step != 2)
-    record_eval(run, 3, 0.75)
+    record_eval(run, 3, 0.75, **{"eval/gain": 0.25, "eval/gain_low": 0.125, "eval/gain_high": 0.375})
     text = build_report(run.path).read_text()
     page = Page(text)
     assert page.charts["Evaluation: mean@8"] == {
@@ -94,6 +94,8 @@ def test_report_of_a_whole_run_holds_its_figures_and_charts(run):
         "0.500 → 0.750",
         "[0.450, 0.550] → [0.700, 0.800]",
         "+0.250",
+        "[+0.125, +0.375], clear",
+        "+0.250 [+0.125, +0.375]",
         "tiny, seed 1",
         "limit 0.01",
         "Step 1",
@@ -123,7 +125,7 @@ def test_report_escapes_what_models_and_data_sets_wrote(run):
 
 def test_report_of_a_run_without_steps_says_that_nothing_was_recorded(run):
     page = Page(build_report(run.path).read_text())
-    assert page.texts.count("nothing recorded") == 9
+    assert page.texts.count("nothing recorded") == 12
     assert "none recorded yet" in page.texts
     assert any("0 of 3 steps, unfinished" in text for text in page.texts)
 
