@@ -11,7 +11,7 @@ from pathlib import Path
 
 import benchmarks
 
-NAMES = ("expert_lora", "dequantize", "swap", "rollout", "train_step")
+NAMES = ("expert_lora", "expert_lora_growth", "dequantize", "load", "packed_base", "swap", "rollout", "train_step")
 ROOT = Path(__file__).resolve().parent.parent
 MARKDOWN = ROOT / "docs" / "benchmarks.md"
 

@@ -18,69 +18,112 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from benchmarks.figures import Figure
 
 NAME = "expert_lora"
 THREADS = 2
-TOKENS = (256, 4096)
 SEQUENCE = 128
-REPEATS = 5
 VARIANTS = ("frozen", "sparkrl", "peft")
-EXPERTS, TOP_K, LAYERS, LATENT, INNER = 64, 4, 4, 256, 128
-SHAPE: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 512,
-    "moe_hidden_size": LATENT,
-    "moe_intermediate_size": INNER,
-    "num_local_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "sliding_window": 64,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+# every larger block is mapped and unmapped on its own, so that a fragmented heap does not count as demand; this costs
+# time, so memory is measured in processes that are not timed
+MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """One model and what is run on it."""
+
+    layers: int
+    experts: int
+    top_k: int
+    width: int
+    """Of the residual stream, of the experts' input and of their inner layer; the published model's are alike too."""
+    tokens: tuple[int, ...]
+    turns: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.layers * self.experts * 3 * self.width**2 / 1e6:.0f}M"
+
+    @property
+    def about(self) -> str:
+        rows = " and ".join(f"{tokens * self.top_k // self.experts} at {tokens} tokens" for tokens in self.tokens)
+        return (
+            f"{self.name} expert parameters: {self.layers} layers of {self.experts} experts, top {self.top_k}, latent "
+            f"and expert width {self.width}; rows an expert: {rows}"
+        )
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {
+            "vocab_size": 512,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "intermediate_size": 512,
+            "moe_hidden_size": self.width,
+            "moe_intermediate_size": self.width,
+            "num_local_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "sliding_window": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+
+
+MODELS = {
+    "25M": Size(layers=2, experts=64, top_k=8, width=256, tokens=(128, 2048), turns=5),
+    "403M": Size(layers=2, experts=256, top_k=8, width=512, tokens=(512, 1024), turns=2),
 }
-SIZES = (
-    f"{LAYERS * EXPERTS * 3 * LATENT * INNER / 1e6:.0f}M expert parameters ({LAYERS} layers of {EXPERTS} experts, top "
-    f"{TOP_K}, latent {LATENT}, width {INNER}), rank 32, fp32, {THREADS} threads; "
-    + " and ".join(f"{tokens} tokens are {tokens * TOP_K // EXPERTS} rows an expert" for tokens in TOKENS)
-)
+SIZES = f"rank 32, fp32, {THREADS} threads. " + ". ".join(size.about for size in MODELS.values())
 _FASTER, _MEMORY_SHARE, _SLOWDOWN = 3.0, 1 / 3, 1.5
 
 
 def run() -> list[Figure]:
-    """Measure the three variants at each number of tokens: times first, then memory in processes of their own."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(THREADS),
-        "OMP_WAIT_POLICY": "PASSIVE",  # those that wait for their turn must not spin
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
-    with _workers(environment) as workers:
-        seconds = {tokens: _medians(workers, tokens, "seconds", turns=REPEATS) for tokens in TOKENS}
-    # every larger block is mapped and unmapped on its own, so that a fragmented heap does not count as demand; this
-    # costs time, hence the separate processes
-    with _workers(environment | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}) as workers:
-        memory = {tokens: _medians(workers, tokens, "bytes", turns=1) for tokens in TOKENS}
-    return [figure for tokens in TOKENS for figure in _figures(tokens, seconds[tokens], memory[tokens])]
+    """Measure the three variants at each size and number of tokens: times first, then memory in other processes."""
+    figures = []
+    for key, size in MODELS.items():
+        with _workers(key, {}) as workers:
+            _turn(workers, size.tokens[0])  # warms up
+            seconds = {tokens: _medians(workers, tokens, "seconds", turns=size.turns) for tokens in size.tokens}
+        with _workers(key, MEMORY_ENVIRONMENT) as workers:
+            _turn(workers, size.tokens[0])
+            memory = {tokens: _medians(workers, tokens, "bytes", turns=1) for tokens in size.tokens}
+        for tokens in size.tokens:
+            figures += _figures(f"{key}, {tokens} tokens", seconds[tokens], memory[tokens])
+    return figures
+
+
+def environment(more: dict[str, str]) -> dict[str, str]:
+    """Environment of a process that measures."""
+    return (
+        os.environ
+        | {
+            "OMP_NUM_THREADS": str(THREADS),
+            "OMP_WAIT_POLICY": "PASSIVE",  # those that wait for their turn must not spin
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+        | more
+    )
 
 
 @contextmanager
-def _workers(environment: dict[str, str]) -> Iterator[dict[str, subprocess.Popen[str]]]:
+def _workers(size: str, more: dict[str, str]) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """A process for each variant, under the variant's name."""
     workers = {
         variant: subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.expert_lora", variant],
+            [sys.executable, "-m", "benchmarks.expert_lora", variant, size],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=environment(more),
         )
         for variant in VARIANTS
     }
@@ -93,9 +136,13 @@ def _workers(environment: dict[str, str]) -> Iterator[dict[str, subprocess.Popen
 
 
 def _medians(workers: dict[str, subprocess.Popen[str]], tokens: int, what: str, *, turns: int) -> dict[str, float]:
-    """Median of one figure for each variant, after one turn to warm up."""
-    found = [{variant: _one_step(worker, tokens) for variant, worker in workers.items()} for _ in range(1 + turns)]
-    return {variant: statistics.median(turn[variant][what] for turn in found[1:]) for variant in workers}
+    """Median of one figure for each variant."""
+    found = [_turn(workers, tokens) for _ in range(turns)]
+    return {variant: statistics.median(turn[variant][what] for turn in found) for variant in workers}
+
+
+def _turn(workers: dict[str, subprocess.Popen[str]], tokens: int) -> dict[str, dict[str, float]]:
+    return {variant: _one_step(worker, tokens) for variant, worker in workers.items()}
 
 
 def _one_step(worker: subprocess.Popen[str], tokens: int) -> dict[str, float]:
@@ -112,9 +159,8 @@ def _one_step(worker: subprocess.Popen[str], tokens: int) -> dict[str, float]:
     return json.loads(answer)
 
 
-def _figures(tokens: int, seconds: dict[str, float], memory: dict[str, float]) -> list[Figure]:
+def _figures(size: str, seconds: dict[str, float], memory: dict[str, float]) -> list[Figure]:
     extra = {variant: memory[variant] - memory["frozen"] for variant in ("sparkrl", "peft")}
-    size = f"{tokens} tokens"
 
     def step(case: str, variant: str, **more: Any) -> Figure:
         return Figure(benchmark=NAME, case=f"step, {size}: {case}", value=1e3 * seconds[variant], unit="ms", **more)
@@ -142,19 +188,16 @@ def _figures(tokens: int, seconds: dict[str, float], memory: dict[str, float]) -
     ]
 
 
-def work(variant: str, orders: IO[str], answers: IO[str]) -> None:
-    """Make one variant's model and take a step for every line of `orders`, which is a number of tokens."""
-    step = _make(variant)
+def measured(step: Callable[[], None]) -> dict[str, float]:
+    """Seconds of one step and its peak above the resident size before it, bytes."""
     release = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    for line in orders:
-        if release is not None:
-            release(0)  # what earlier steps freed would hide this step's demand
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = _status("VmRSS")
-        began = time.perf_counter()
-        step(int(line))
-        seconds = time.perf_counter() - began
-        print(json.dumps({"seconds": seconds, "bytes": _status("VmHWM") - before}), file=answers, flush=True)
+    if release is not None:
+        release(0)  # what earlier steps freed would hide this step's demand
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    began = time.perf_counter()
+    step()
+    return {"seconds": time.perf_counter() - began, "bytes": _status("VmHWM") - before}
 
 
 def _status(field: str) -> int:
@@ -163,40 +206,36 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-def _make(variant: str) -> Any:
-    import peft
+def work(variant: str, size: Size, orders: IO[str], answers: IO[str]) -> None:
+    """Make one variant's model and take a step for every line of `orders`, which is a number of tokens."""
+    step = _make(variant, size)
+    for line in orders:
+        print(json.dumps(measured(lambda tokens=int(line): step(tokens))), file=answers, flush=True)
+
+
+def _make(variant: str, size: Size) -> Callable[[int], None]:
     import torch
     from transformers import MuseSparkTextConfig
 
-    from sparkrl.config.schema import LoraConfig
-    from sparkrl.lora.targets import add_adapter, resolve_targets
     from sparkrl.models.registry import family_of
 
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
     family = family_of("muse_spark_text")
-    model = family.build(MuseSparkTextConfig(**SHAPE), torch.float32)
+    with torch.device("meta"):  # the values that transformers draws are not used
+        model = family.build(MuseSparkTextConfig(**size.shape), torch.float32)
+    model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.05)
-    lora = LoraConfig()
-    targets = resolve_targets(lora.targets if variant == "sparkrl" else ["attention", "latent"], family, model)
-    adapted: peft.PeftModel
-    if variant == "peft":
-        config = peft.LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            target_modules=list(targets.linear),
-            target_parameters=list(family.expert_parameters),
-            task_type="CAUSAL_LM",
-        )
-        adapted = cast(peft.PeftModel, peft.get_peft_model(model, config))
-    else:
-        adapted = add_adapter(model, lora, targets, family)
+        for buffer in model.buffers():
+            buffer.zero_()
+    adapted = add_variant(variant, model, family)
     adapted.train()
 
     def step(tokens: int) -> None:
-        ids = torch.randint(0, SHAPE["vocab_size"], (1, tokens + 1), generator=torch.Generator().manual_seed(tokens))
+        vocabulary = size.shape["vocab_size"]
+        ids = torch.randint(0, vocabulary, (1, tokens + 1), generator=torch.Generator().manual_seed(tokens))
         positions = torch.arange(tokens)[None] % SEQUENCE
         out = adapted(input_ids=ids[:, :-1], position_ids=positions, targets=ids[:, 1:])
         (-out.log_probs.mean()).backward()
@@ -205,5 +244,26 @@ def _make(variant: str) -> Any:
     return step
 
 
+def add_variant(variant: str, model: Any, family: Any) -> Any:
+    """The model with the reference adapter on attention and latent projections, and the variant's on the experts."""
+    import peft
+
+    from sparkrl.config.schema import LoraConfig
+    from sparkrl.lora.targets import add_adapter, resolve_targets
+
+    lora = LoraConfig()
+    targets = resolve_targets(lora.targets if variant == "sparkrl" else ["attention", "latent"], family, model)
+    if variant != "peft":
+        return add_adapter(model, lora, targets, family)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(targets.linear),
+        target_parameters=list(family.expert_parameters),
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, config)
+
+
 if __name__ == "__main__":
-    work(sys.argv[1], sys.stdin, sys.stdout)
+    work(sys.argv[1], MODELS[sys.argv[2]], sys.stdin, sys.stdout)

@@ -76,14 +76,8 @@ def agreement(reference: gpu_model.Reference, groups: list[Group]) -> dict[str, 
     served = torch.tensor(np.stack([response.log_probs for _, response in pairs]))
     out: dict[str, float] = {"tokens": float(served.numel())}
     for name, replayed in (("", routes), ("_no_replay", None)):
-        gap = (reference.score(ids, PROMPT, replayed) - served).double().flatten()
-        size = gap.abs()
-        out |= {
-            f"k3{name}": (torch.expm1(gap) - gap).mean().item(),
-            f"dlogp_mean{name}": size.mean().item(),
-            f"dlogp_p999{name}": size.quantile(0.999).item(),
-            f"dlogp_max{name}": size.max().item(),
-        }
+        figures = gpu_model.gap(reference.score(ids, PROMPT, replayed), served)
+        out |= {f"{key}{name}": value for key, value in figures.items()}
     return out
 
 
@@ -200,7 +194,7 @@ def train(folder: Path, groups: list[Group], adapter: Adapter) -> dict[str, floa
     lengths = [num_fed(s) for s in sequences]
     parts = [[rows[i] for i in part] for part in plan(lengths, num_ranks=1, max_tokens=8192)[0]]
     totals = Totals(num_tokens=sum(len(s.response_ids) for s in sequences), num_sequences=len(sequences), num_ranks=1)
-    out = {}
+    out: dict[str, float] = {}
     for name, pin in (("", True), ("_no_replay", False)):
         found = worker.score(parts, temperature=1.0, pin=pin).log_probs
         gap = np.concatenate([found[i] - s.rollout_log_probs for i, s in enumerate(sequences)])

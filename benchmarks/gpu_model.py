@@ -27,22 +27,30 @@ _PREFIX = "model.language_model."
 
 
 def shape(
-    *, layers: int = 8, hidden: int = 512, latent: int = 256, inner: int = 256, experts: int = 32
+    *,
+    layers: int = 8,
+    hidden: int = 512,
+    latent: int = 256,
+    inner: int = 256,
+    experts: int = 32,
+    top_k: int = 4,
+    kv_heads: int = 2,
+    vocab: int = 512,
 ) -> dict[str, Any]:
     """Text config of a small model; every fourth layer attends to everything, counted from the end."""
     full = [(layers - 1 - i) % 4 == 0 for i in range(layers)]
     return {
-        "vocab_size": 512,
+        "vocab_size": vocab,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": hidden // 64,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": kv_heads,
         "head_dim": 64,
         "intermediate_size": 2 * hidden,
         "moe_hidden_size": latent,
         "moe_intermediate_size": inner,
         "num_local_experts": experts,
-        "num_experts_per_tok": 4,
+        "num_experts_per_tok": top_k,
         "routed_scaling_factor": 1.0,
         "output_multiplier": 0.5**0.5,
         "qk_scale_factor": 2.0,
@@ -62,7 +70,34 @@ def shape(
     }
 
 
-def build(folder: Path, fields: Mapping[str, Any], *, tokenizer: Path, nvfp4: bool = True, seed: int = 7) -> Path:
+def large() -> dict[str, Any]:
+    """Text config of 2.8B parameters, 0.6B of them active: the published model's proportions at an eighth of its width
+    and a fifth of its depth."""
+    return shape(layers=12, hidden=2048, latent=1024, inner=1024, experts=64, top_k=8, kv_heads=4, vocab=32768)
+
+
+def num_parameters(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Parameters of a model of sparse layers: all, and those that one token uses, its embedding left out."""
+    hidden, latent, inner = fields["hidden_size"], fields["moe_hidden_size"], fields["moe_intermediate_size"]
+    q, kv = (fields[f"num_{n}_heads"] * fields["head_dim"] for n in ("attention", "key_value"))
+    shared = hidden * (3 * q + 2 * kv) + 2 * hidden * latent + fields["num_local_experts"] * hidden
+    expert, head = 3 * latent * inner, fields["vocab_size"] * hidden
+    layers = fields["num_hidden_layers"]
+    return {
+        "all": layers * (shared + fields["num_local_experts"] * expert) + 2 * head,
+        "active": layers * (shared + fields["num_experts_per_tok"] * expert) + head,
+    }
+
+
+def build(
+    folder: Path,
+    fields: Mapping[str, Any],
+    *,
+    tokenizer: Path,
+    nvfp4: bool = True,
+    seed: int = 7,
+    device: str = "cpu",
+) -> Path:
     """Write a checkpoint whose middle layers' experts are NVFP4, or their exact BF16 values.
 
     Experts share most of their weights, so that another choice near a tie moves the output little, as in a trained
@@ -70,19 +105,21 @@ def build(folder: Path, fields: Mapping[str, Any], *, tokenizer: Path, nvfp4: bo
 
     Args:
         tokenizer: folder whose tokenizer files are taken along.
+        device: where the numbers are drawn; each has its own.
     """
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator(device).manual_seed(seed)
 
     def noise(*size: int, std: float = 1.0) -> Tensor:
-        return torch.randn(*size, generator=random) * std
+        return torch.randn(*size, generator=random, device=device) * std
 
     layers, hidden, latent = fields["num_hidden_layers"], fields["hidden_size"], fields["moe_hidden_size"]
     inner, experts, vocab = fields["moe_intermediate_size"], fields["num_local_experts"], fields["vocab_size"]
     q, kv = (fields[f"num_{n}_heads"] * fields["head_dim"] for n in ("attention", "key_value"))
+    narrow = (512 / hidden) ** 0.5
     out: dict[str, Tensor] = {
         f"{_PREFIX}embed_tokens.weight": noise(vocab, hidden).bfloat16(),
         f"{_PREFIX}norm.weight": (1 + noise(hidden, std=0.1)).bfloat16(),
-        "lm_head.weight": noise(vocab, hidden, std=0.1).bfloat16(),
+        "lm_head.weight": noise(vocab, hidden, std=0.1 * narrow).bfloat16(),
     }
     for layer in range(layers):
         at = f"{_PREFIX}layers.{layer}."
@@ -93,13 +130,13 @@ def build(folder: Path, fields: Mapping[str, Any], *, tokenizer: Path, nvfp4: bo
             out[f"{at}{name}.weight"] = noise(hidden, std=0.1).bfloat16()
         for name in ("post_attention_residual_gate", "post_feedforward_residual_gate"):
             out[f"{at}{name}.gate"] = noise(hidden, std=0.15) - 0.2
-        out[f"{at}mlp.gate.weight"] = noise(experts, hidden, std=0.12)
+        out[f"{at}mlp.gate.weight"] = noise(experts, hidden, std=0.12 * narrow)
         out[f"{at}mlp.gate.e_score_correction_bias"] = noise(experts, std=0.03)
         out[f"{at}mlp.pre_expert_proj.weight"] = noise(latent, hidden, std=hidden**-0.5).bfloat16()
         out[f"{at}mlp.pre_expert_norm.weight"] = noise(latent, std=0.1).bfloat16()
         out[f"{at}mlp.post_expert_proj.weight"] = noise(hidden, latent, std=latent**-0.5).bfloat16()
         out[f"{at}mlp.experts.post_expert_norm.weight"] = noise(latent, std=0.1).bfloat16()
-        up_gain = torch.exp2(torch.randint(-2, 3, (experts, 1, 1), generator=random).float())
+        up_gain = torch.exp2(torch.randint(-2, 3, (experts, 1, 1), generator=random, device=device).float())
         for name, (rows, width) in {"gate_up": (2 * inner, latent), "down": (latent, inner)}.items():
             weight = 0.9 * noise(1, rows, width) + 0.436 * noise(experts, rows, width)
             weight = weight * width**-0.5
@@ -127,6 +164,7 @@ def build(folder: Path, fields: Mapping[str, Any], *, tokenizer: Path, nvfp4: bo
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
+    out = {name: tensor.cpu() for name, tensor in out.items()}
     write_checkpoint(folder, out, config | {"quantization_config": _quantization(layers)}, files=files)
     if not nvfp4:
         reader = CheckpointReader(folder)
@@ -159,6 +197,18 @@ def adapter(
     )
     rounded = torch.from_numpy(made.buffer.view(np.float32).copy()).bfloat16().float().numpy().view(np.uint8)
     return dataclasses.replace(made, buffer=rounded, checksum=xxhash.xxh3_64_hexdigest(rounded))
+
+
+def gap(reference: Tensor, served: Tensor) -> dict[str, float]:
+    """k3 and the size of the difference between two sets of log-probs of the same tokens, nats."""
+    delta = (reference - served).double().flatten()
+    size = delta.abs()
+    return {
+        "k3": (torch.expm1(delta) - delta).mean().item(),
+        "dlogp_mean": size.mean().item(),
+        "dlogp_p999": size.quantile(0.999).item(),
+        "dlogp_max": size.max().item(),
+    }
 
 
 class Reference:
@@ -201,6 +251,10 @@ class Reference:
 
         gate.forward = forward
 
+    def head(self, hidden: Tensor) -> Tensor:
+        """Output of the language-model head, before multiplier and cap."""
+        return hidden @ self.head_VH.T
+
     @torch.no_grad()
     def score(self, ids_BT: Tensor, num_prompt: int, routes_BTLK: Tensor | None) -> Tensor:
         """float32 [B, T - num_prompt] log-probs, nats; `routes_BTLK` are replayed, None routes live."""
@@ -210,7 +264,7 @@ class Reference:
         ids_BT = ids_BT.to(self.device)
         hidden = self.body(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state[:, num_prompt - 1 :]
         cap = self.config.final_logit_softcapping
-        logits = cap * torch.tanh(hidden @ self.head_VH.T * self.config.output_multiplier / cap)
+        logits = cap * torch.tanh(self.head(hidden) * self.config.output_multiplier / cap)
         torch.backends.cuda.matmul.allow_tf32 = allowed
         return logits.log_softmax(-1).gather(-1, ids_BT[:, num_prompt:, None])[..., 0].cpu()
 

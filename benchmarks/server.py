@@ -28,11 +28,9 @@ class MeasuredServer(RolloutServer):
         self._make_engine()
         return (await self._rpc("sparkrl_report"))[0]
 
-    async def swap_from_memory(self, adapter: Adapter) -> float:
-        """Seconds to serve an adapter that lies in this process."""
-        began = time.perf_counter()
-        await self.load_adapter(adapter)
-        return time.perf_counter() - began
+    async def worker_swap_s(self) -> float:
+        """Seconds that the last adapter took inside vLLM's worker."""
+        return (await self._rpc("sparkrl_report"))[0]["swap_s"]
 
     async def swap_from_disk(self, folder: str) -> float:
         """Seconds that vLLM itself takes to load and activate the PEFT adapter in `folder`."""
