@@ -38,7 +38,7 @@ def test_dump_read_back_is_the_same_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message", "hint"),
     [
-        ([], "no recipe was chosen; there are: dapo_math, quickstart", "recipe=quickstart"),
+        ([], "no recipe was chosen; there are: aime2024, aime2025, dapo_math, quickstart", "recipe=quickstart"),
         (["recipe=quickstrat"], "no recipe named `quickstrat`", "did you mean `recipe=quickstart`?"),
         ([*BASE, "loop.nm_steps=3"], "no key `loop.nm_steps`", "did you mean `loop.num_steps`?"),
         ([*BASE, "num_steps=3"], "no key `num_steps`", "did you mean `loop.num_steps`?"),
@@ -64,7 +64,9 @@ def test_dump_read_back_is_the_same_configuration(tmp_path: Path) -> None:
         ([*BASE, "eval.max_response_tokens=0"], "`eval.max_response_tokens` must be positive or null, got: 0", None),
         ([*BASE, "seed=4294967296"], "`seed` must be below 2**32", None),
         ([*BASE, "rollout.top_p=0.9"], "`rollout.top_p` must be 1 while training, got: 0.9", "eval.top_p"),
+        ([*BASE, "rollout.top_k=20"], "Log-probs of a truncated distribution bias the importance ratio", "eval"),
         ([*BASE, "rollout.top_k=20"], "`rollout.top_k` must be -1", None),
+        ([*BASE, "reward.rule=exact"], "`reward.rule` must be one of math_dapo, math_verify, got: exact", None),
         ([*BASE, "rollout.temperature=0"], "`rollout.temperature` must be above 0", None),
         ([*BASE, "rollout.max_response_tokens=4096"], "more than `model.max_tokens`", "model.max_tokens="),
         ([*BASE, "trainer.max_tokens_per_micro_batch=8"], "must hold the longest sequence", "256"),
@@ -89,5 +91,7 @@ def test_every_yaml_file_states_known_keys_only() -> None:
     for group, options in loading.groups().items():
         for option in options:
             # lengths and GPUs of the large recipes do not suit the small one
-            base = BASE if option in small else ["recipe=dapo_math"]
-            load([f"recipe={option}"] if group == "recipe" else [*base, f"{group}={option}"], check_paths=False)
+            large = "recipe=qwen3_30b_a3b" if option == "h100x8" else "recipe=dapo_math"
+            base = BASE if option in small else [large]
+            overrides = [f"recipe={option}"] if group == "recipe" else [*base, f"{group}={option}"]
+            load(overrides, check_paths=False, trains=not option.startswith("aime"))

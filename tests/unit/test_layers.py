@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2] / "sparkrl"
 LAYERS = [
     {"cli"},
-    {"doctor", "loop", "planning"},
+    {"checkpoint_commands", "doctor", "loop", "planning"},
     {"rollout", "trainer", "reward", "data", "evals", "telemetry"},
     {"lora"},
     {"models", "quant"},
