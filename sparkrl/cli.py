@@ -1,4 +1,5 @@
-"""The command line: `sparkrl train | eval | plan | data | report | doctor`.
+"""The command line: `sparkrl train | eval | plan | data | report | dashboard | doctor`, and checkpoints:
+`sparkrl quantize | dequantize | verify-checkpoint | export | merge`.
 
 Heavy libraries are imported by the command that needs them, so help and configuration errors come at once.
 """
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 on success, 1 after an error that was explained, 2 for wrong usage, 130 when interrupted.
     """
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         return args.run(args)
     except SparkrlError as error:
@@ -44,6 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; overrides may stand before and behind options, which argparse alone does not take."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,8 +75,17 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("eval", parents=[debug], help="evaluate an adapter, or the base model")
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="recipe=NAME, eval.k=8, ...")
-    evaluate.add_argument("--adapter", type=Path, help="PEFT adapter folder, or a run folder (its newest checkpoint)")
+    evaluate.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="recipe=NAME, adapter=FOLDER, k=8 and any key of the configuration",
+    )
+    evaluate.add_argument(
+        "--adapter",
+        type=Path,
+        help="PEFT adapter folder, or a run folder (its newest checkpoint); without it the base model alone",
+    )
     evaluate.set_defaults(run=_evaluate)
 
     plan = commands.add_parser(
@@ -83,13 +104,77 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--out", type=Path, required=True, metavar="FILE", help="parquet file to write")
     prepare.set_defaults(run=_prepare)
 
-    report = commands.add_parser("report", parents=[debug], help="rebuild a run's report.html")
-    report.add_argument("folder", type=Path, metavar="RUN", help="run folder, for example runs/quickstart/latest")
+    _add_checkpoint_commands(commands, debug)
+
+    report = commands.add_parser("report", parents=[debug], help="rebuild the report.html of a run or an evaluation")
+    report.add_argument("folder", type=Path, metavar="RUN", help="its folder, for example runs/quickstart/latest")
     report.set_defaults(run=_report)
+
+    dashboard = commands.add_parser("dashboard", parents=[debug], help="make W&B's dashboard for a project")
+    dashboard.add_argument("--entity", required=True, help="W&B user or team")
+    dashboard.add_argument("--project", default="sparkrl", help="W&B project (default: sparkrl)")
+    dashboard.set_defaults(run=_dashboard)
 
     doctor = commands.add_parser("doctor", parents=[debug], help="check versions, plugin, devices, Ray, disk, W&B")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_checkpoint_commands(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], debug: argparse.ArgumentParser
+) -> None:
+    writing = argparse.ArgumentParser(add_help=False, parents=[debug])
+    writing.add_argument("source", type=Path, metavar="SRC", help="checkpoint folder")
+    writing.add_argument("--out", type=Path, required=True, metavar="DST", help="folder to make; appears when complete")
+    writing.add_argument("--shard-gib", type=float, default=5.0, metavar="N", help="size of the shards (default: 5)")
+
+    quantize = commands.add_parser(
+        "quantize", parents=[writing], help="write a checkpoint with routed experts in NVFP4 or MXFP4; resumes"
+    )
+    quantize.add_argument(
+        "--form", help="modelopt, modelopt-stacked, compressed-tensors, mxfp4, ... (default: family's)"
+    )
+    quantize.add_argument(
+        "--scales", choices=("mse", "max"), default="mse", help="block scales: least squared error, or ModelOpt's rule"
+    )
+    quantize.add_argument(
+        "--ignore",
+        action="append",
+        metavar="PATTERN",
+        help="experts that stay as they are: glob over module names, or re:EXPRESSION; repeatable "
+        "(default for Muse Spark: first and last layer)",
+    )
+    quantize.set_defaults(run=_quantize)
+
+    dequantize = commands.add_parser("dequantize", parents=[writing], help="write a checkpoint's BF16 form; resumes")
+    dequantize.set_defaults(run=_dequantize)
+
+    ours = argparse.ArgumentParser(add_help=False, parents=[debug])
+    ours.add_argument(
+        "--adapter", type=Path, required=True, metavar="FOLDER", help="adapter, or a run (its newest checkpoint)"
+    )
+    ours.add_argument("--model", type=Path, metavar="FOLDER", help="its checkpoint (default: the one that it names)")
+    ours.add_argument("--out", type=Path, required=True, metavar="DST", help="folder to make; appears when complete")
+
+    export = commands.add_parser("export", parents=[ours], help="write an adapter in another form")
+    export.add_argument(
+        "--form",
+        choices=("peft", "peft-2d", "vllm-native"),
+        default="peft",
+        help="fused experts, as trained; a pair of factors for each expert; vLLM's own names for Muse Spark",
+    )
+    export.set_defaults(run=_export)
+
+    merge = commands.add_parser("merge", parents=[ours], help="write the model in BF16 with an adapter added; resumes")
+    merge.add_argument("--shard-gib", type=float, default=5.0, metavar="N", help="size of the shards (default: 5)")
+    merge.set_defaults(run=_merge)
+
+    verify = commands.add_parser(
+        "verify-checkpoint", parents=[debug], help="read every tensor and say what is wrong; exit code 1: something is"
+    )
+    verify.add_argument("path", type=Path, metavar="PATH", help="checkpoint folder")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.set_defaults(run=_verify)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -107,10 +192,13 @@ def _train(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     from sparkrl.config.load import load
 
-    config = load(args.overrides)
+    # `adapter=` and `k=` are short for what every evaluation names.
+    overrides = [f"eval.{text}" if text.startswith("k=") else text for text in args.overrides]
+    adapters = [Path(text.removeprefix("adapter=")) for text in overrides if text.startswith("adapter=")]
+    config = load([text for text in overrides if not text.startswith("adapter=")], trains=False)
     from sparkrl.loop.evaluate import evaluate_adapter
 
-    asyncio.run(evaluate_adapter(config, args.adapter))
+    asyncio.run(evaluate_adapter(config, adapters[-1] if adapters else args.adapter))
     return 0
 
 
@@ -140,10 +228,52 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _report(args: argparse.Namespace) -> int:
-    from sparkrl.telemetry.report import build_report
+def _quantize(args: argparse.Namespace) -> int:
+    from sparkrl.checkpoint_commands import quantize
 
-    print(build_report(args.folder))
+    shard_bytes = int(args.shard_gib * 2**30)
+    quantize(args.source, args.out, form=args.form, scales=args.scales, ignore=args.ignore, shard_bytes=shard_bytes)
+    return 0
+
+
+def _dequantize(args: argparse.Namespace) -> int:
+    from sparkrl.checkpoint_commands import dequantize
+
+    dequantize(args.source, args.out, shard_bytes=int(args.shard_gib * 2**30))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from sparkrl.checkpoint_commands import export
+
+    export(args.adapter, args.out, form=args.form, model=args.model)
+    return 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from sparkrl.checkpoint_commands import merge
+
+    merge(args.adapter, args.out, model=args.model, shard_bytes=int(args.shard_gib * 2**30))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from sparkrl.checkpoint_commands import verify
+
+    return 0 if verify(args.path, as_json=args.json) else EXIT_ERROR
+
+
+def _report(args: argparse.Namespace) -> int:
+    from sparkrl.telemetry import build_eval_report, build_report, is_evaluation
+
+    print((build_eval_report if is_evaluation(args.folder) else build_report)(args.folder))
+    return 0
+
+
+def _dashboard(args: argparse.Namespace) -> int:
+    from sparkrl.telemetry.dashboard import save_wandb_workspace
+
+    print(save_wandb_workspace(entity=args.entity, project=args.project))
     return 0
 
 

@@ -54,7 +54,7 @@ def diagnose(console: Console | None = None) -> int:
         table.add_column(column, overflow="fold")
     failed = False
     with console.status("checking"):
-        for check in (_python, _versions, _plugin, _devices, _memory, _disk, _ray, _wandb):
+        for check in (_python, _versions, _plugin, _families, _devices, _memory, _disk, _ray, _wandb):
             for finding in _guarded(check):
                 failed |= finding.verdict is Verdict.FAIL
                 table.add_row(finding.verdict.value, finding.subject, finding.found, finding.advice)
@@ -117,6 +117,13 @@ def _plugin() -> Iterator[Finding]:
         yield Finding("vLLM plugin", Verdict.FAIL, found, "make clean setup")
     else:
         yield Finding("vLLM plugin", Verdict.OK, f"{entries[0].value} loads and applies")
+
+
+def _families() -> Iterator[Finding]:
+    from sparkrl.models.registry import FAMILIES
+
+    known = ", ".join(f"{family.name} (run on {' and '.join(family.run_on)})" for family in FAMILIES)
+    yield Finding("model families", Verdict.OK, known)
 
 
 def _devices() -> Iterator[Finding]:

@@ -50,6 +50,10 @@ class AdapterError(SparkrlError, RuntimeError):
     """An adapter did not attach, or a server answers with another version."""
 
 
+class AgreementError(SparkrlError, RuntimeError):
+    """Trainer and server have been too far apart for too long; training on would follow the distance."""
+
+
 class VersionError(SparkrlError, RuntimeError):
     """An installed library is not the version a patch was checked with."""
 

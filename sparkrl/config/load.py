@@ -21,17 +21,20 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sparkrl.config.rules import check
-from sparkrl.config.schema import Config
+from sparkrl.config.schema import Config, Device
 from sparkrl.errors import ConfigError
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+_PREPARED = ("dapo_math", "aime2024", "aime2025")
+"""Data sets that `sparkrl data prepare` makes, each a file of that name."""
 
 
-def load(overrides: Sequence[str], *, check_paths: bool = True) -> Config:
+def load(overrides: Sequence[str], *, check_paths: bool = True, trains: bool = True) -> Config:
     """Compose `conf/config.yaml` with Hydra overrides such as `recipe=quickstart loop.num_steps=5`.
 
     Args:
         check_paths: False leaves paths as they are written: a plan is made where model and data need not be.
+        trains: False for an evaluation: it needs no training data, and takes the GPUs of its servers alone.
     Returns:
         The checked configuration, with `model.path`, `data.path` and `eval.path` resolved.
     Raises:
@@ -42,6 +45,8 @@ def load(overrides: Sequence[str], *, check_paths: bool = True) -> Config:
     try:
         with initialize_config_dir(config_dir=str(CONF_DIR.resolve()), version_base="1.3"):
             composed = compose(config_name="config", overrides=list(overrides))
+        if not trains and OmegaConf.is_missing(composed.data, "path"):
+            composed.data.path = ""
         missing = sorted(OmegaConf.missing_keys(composed))
         if "recipe_name" in missing:
             known = ", ".join(groups()["recipe"])
@@ -49,14 +54,17 @@ def load(overrides: Sequence[str], *, check_paths: bool = True) -> Config:
         if missing:
             raise ConfigError(
                 f"no value for `{missing[0]}`",
-                hint=f"set `{missing[0]}=...`",
+                hint=f"set `{missing[0]}=...`"
+                + ("; a recipe without training data is for `sparkrl eval`" if missing[0] == "data.path" else ""),
             )
         config = cast(Config, OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException) as error:
         raise _translate(error) from error
-    check(config)
+    if not trains:
+        _leave_out_trainer(config)
+    check(config, trains=trains)
     if check_paths:
-        _resolve_paths(config)
+        _resolve_paths(config, trains=trains)
     return config
 
 
@@ -174,9 +182,17 @@ def _expected(hint: Any) -> str:
     return " or ".join(words.get(option, str(getattr(option, "__name__", option))) for option in options)
 
 
-def _resolve_paths(config: Config) -> None:
+def _leave_out_trainer(config: Config) -> None:
+    cluster, rollout = config.cluster, config.rollout
+    cluster.colocate = False
+    if cluster.device is Device.cuda:
+        cluster.num_gpus = rollout.num_replicas * rollout.tensor_parallel_size
+
+
+def _resolve_paths(config: Config, *, trains: bool) -> None:
     config.model.path = str(resolve_path(config.model.path, key="model.path"))
-    config.data.path = str(resolve_path(config.data.path, key="data.path"))
+    if trains:
+        config.data.path = str(resolve_path(config.data.path, key="data.path"))
     if config.eval.path is not None:
         config.eval.path = str(resolve_path(config.eval.path, key="eval.path"))
 
@@ -192,4 +208,7 @@ def resolve_path(path: str, *, key: str) -> Path:
     for candidate in (given, root / given):
         if candidate.exists():
             return candidate.resolve()
-    raise ConfigError(f"`{key}` does not exist: {path}", hint=f"looked in {Path.cwd()} and {root}")
+    hint = f"looked in {Path.cwd()} and {root}"
+    if given.stem in _PREPARED:
+        hint += f"; `sparkrl data prepare {given.stem} --out {path}` makes it"
+    raise ConfigError(f"`{key}` does not exist: {path}", hint=hint)

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from sparkrl.config.schema import Config, Device, Precision
+from sparkrl.config.schema import Config, CorrectionWeights, Device, OldLogProbs, Precision
 from sparkrl.errors import ConfigError
 
 
-def check(config: Config) -> None:
+def check(config: Config, *, trains: bool = True) -> None:
     """Refuse a configuration that cannot run or would train on biased numbers.
 
+    Args:
+        trains: False for an evaluation, which has servers and no trainer.
     Raises:
         ConfigError: names the first key that breaks a rule, its value, the reason and a way out.
     """
@@ -23,8 +25,26 @@ def check(config: Config) -> None:
         raise _wrong("recipe_name", "must be letters, digits, `_`, `-` and `.`: it names a folder", config.recipe_name)
     _check_ranges(config)
     _check_sampling(config)
-    _check_lengths(config)
-    _check_devices(config)
+    _check_correction(config)
+    _check_lengths(config, trains)
+    _check_devices(config, trains)
+    _check_swap(config)
+
+
+def learning_rate_advice(config: Config) -> str | None:
+    """What to say about a learning rate that looks like full fine-tuning's; None where it does not.
+
+    Full fine-tuning by reinforcement learning runs at about 1e-6 (DAPO, arXiv:2503.14476). LoRA's best learning rate
+    is about ten times that of full fine-tuning, at any rank (Schulman and others, "LoRA Without Regret", Thinking
+    Machines Lab, 2025). 0 is left alone: it is set on purpose, to see how trainer and server drift.
+    """
+    lr = config.trainer.optimizer.lr
+    if not 0 < lr < 5e-6:
+        return None
+    return (
+        f"`trainer.optimizer.lr` is {lr:g}, which looks like full fine-tuning's. An adapter wants about ten times as "
+        f"much: try `trainer.optimizer.lr={10 * lr:g}` or more (the default is 1e-4)"
+    )
 
 
 def _check_finite(config: Config) -> None:
@@ -65,7 +85,9 @@ def _check_ranges(config: Config) -> None:
         "trainer.optimizer.max_grad_norm": config.trainer.optimizer.max_grad_norm,
         "lora.rank": config.lora.rank,
         "lora.alpha": config.lora.alpha,
+        "lora.expert_rank": 1 if config.lora.expert_rank is None else config.lora.expert_rank,
         "algorithm.clip_high": config.algorithm.clip_high,
+        "algorithm.correction.max_k3": config.algorithm.correction.max_k3,
         "reward.num_workers": config.reward.num_workers,
         "reward.timeout_s": config.reward.timeout_s,
         "data.max_prompt_tokens": config.data.max_prompt_tokens,
@@ -74,6 +96,7 @@ def _check_ranges(config: Config) -> None:
         "loop.num_prompts": config.loop.num_prompts,
         "loop.save_every": config.loop.save_every,
         "telemetry.k3_limit": config.telemetry.k3_limit,
+        "telemetry.wandb_timeout_s": config.telemetry.wandb_timeout_s,
         "cluster.object_store_gib": config.cluster.object_store_gib,
     }
     for key, value in positive.items():
@@ -88,10 +111,10 @@ def _check_ranges(config: Config) -> None:
         "algorithm.kl_coef": config.algorithm.kl_coef,
         "algorithm.entropy_coef": config.algorithm.entropy_coef,
         "algorithm.max_refills": config.algorithm.max_refills,
-        "reward.overlong_buffer_tokens": config.reward.overlong_buffer_tokens,
         "reward.overlong_penalty": config.reward.overlong_penalty,
         "loop.num_steps": config.loop.num_steps,
         "loop.keep_checkpoints": config.loop.keep_checkpoints,
+        "loop.k3_patience": config.loop.k3_patience,
         "telemetry.num_samples": config.telemetry.num_samples,
         "cluster.num_gpus": config.cluster.num_gpus,
         "cluster.gpu_memory_gb": config.cluster.gpu_memory_gb,
@@ -99,15 +122,25 @@ def _check_ranges(config: Config) -> None:
     for key, value in not_negative.items():
         if not value >= 0:
             raise _wrong(key, "must not be negative", value)
-    if not 0 < config.algorithm.clip_low < 1:
-        raise _wrong("algorithm.clip_low", "must lie between 0 and 1", config.algorithm.clip_low)
+    if not 0 < config.algorithm.clip_low <= 1:
+        raise _wrong(
+            "algorithm.clip_low", "must lie above 0 and at most at 1 (no lower clip)", config.algorithm.clip_low
+        )
     if config.algorithm.clip_dual <= 1:
         raise _wrong("algorithm.clip_dual", "must be above 1", config.algorithm.clip_dual)
+    if not 0 <= config.reward.overlong_buffer < 1:
+        raise ConfigError(
+            f"`reward.overlong_buffer` must lie in [0, 1), a share of the response budget, "
+            f"got: {config.reward.overlong_buffer}\n"
+            "A buffer as long as the budget punishes every response for its length.",
+            hint="DAPO takes `reward.overlong_buffer=0.2`",
+        )
     if not 0 < config.eval.confidence < 1:
         raise _wrong("eval.confidence", "must lie between 0 and 1", config.eval.confidence)
     optional = {
         "eval.num_problems": config.eval.num_problems,
         "eval.max_response_tokens": config.eval.max_response_tokens,
+        "eval.problems_at_once": config.eval.problems_at_once,
     }
     for key, number in optional.items():
         if number is not None and number < 1:
@@ -117,6 +150,19 @@ def _check_ranges(config: Config) -> None:
     betas = list(config.trainer.optimizer.betas)
     if len(betas) != 2 or any(not 0 <= beta < 1 for beta in betas):
         raise _wrong("trainer.optimizer.betas", "must be two numbers in [0, 1)", betas)
+    _check_lora(config)
+
+
+def _check_lora(config: Config) -> None:
+    if not 0 <= config.lora.dropout < 1:
+        raise _wrong("lora.dropout", "must lie in [0, 1)", config.lora.dropout)
+    if config.lora.dropout and config.trainer.num_mini_batches == 1:
+        raise ConfigError(
+            f"`lora.dropout` is {config.lora.dropout}, but `trainer.num_mini_batches` is 1\n"
+            "Then the pass of the loss is also the one whose log-probs are compared with the server's, which drops "
+            "nothing: k3 and the importance ratio would measure the dropout.",
+            hint="set `lora.dropout=0`, or `trainer.num_mini_batches=2`: a pass of its own gives the log-probs then",
+        )
     if not config.lora.targets:
         raise ConfigError("`lora.targets` is empty", hint="set `lora.targets=[attention,latent,experts]`")
 
@@ -135,7 +181,10 @@ def _check_sampling(config: Config) -> None:
             hint="for evaluation alone set `eval.top_p`",
         )
     if config.rollout.top_k != -1:
-        raise ConfigError(f"`rollout.top_k` must be -1 (off) while training, got: {config.rollout.top_k}\n{biased}")
+        raise ConfigError(
+            f"`rollout.top_k` must be -1 (off) while training, got: {config.rollout.top_k}\n{biased}",
+            hint="leave it out; evaluation samples without it too, and has `eval.top_p`",
+        )
     if config.rollout.temperature <= 0:
         raise ConfigError(
             f"`rollout.temperature` must be above 0, got: {config.rollout.temperature}\n"
@@ -162,7 +211,25 @@ def _check_sampling(config: Config) -> None:
         )
 
 
-def _check_lengths(config: Config) -> None:
+def _check_correction(config: Config) -> None:
+    correction = config.algorithm.correction
+    if not 0 <= correction.min_weight < 1 <= correction.max_weight:
+        raise ConfigError(
+            "`algorithm.correction.min_weight` and `max_weight` must enclose 1, the weight of a token on which both "
+            f"sides agree, got: {correction.min_weight} and {correction.max_weight}",
+            hint="0 turns the lower bound (IcePop) off; its paper takes 0.5 and 5",
+        )
+    weighted = correction.weights is not CorrectionWeights.none
+    if weighted and config.trainer.old_log_probs is OldLogProbs.rollout:
+        raise ConfigError(
+            f"`algorithm.correction.weights={correction.weights.name}` needs `trainer.old_log_probs=trainer`, "
+            "got: rollout\n"
+            "The importance ratio would divide by the server's log-probs already, and the distance count twice.",
+            hint="set `trainer.old_log_probs=trainer`: with one mini-batch a step it costs nothing",
+        )
+
+
+def _check_lengths(config: Config, trains: bool) -> None:
     for key, budget in (
         ("rollout.max_response_tokens", config.rollout.max_response_tokens),
         ("eval.max_response_tokens", config.eval.max_response_tokens or config.rollout.max_response_tokens),
@@ -174,14 +241,7 @@ def _check_lengths(config: Config) -> None:
                 f"{longest} tokens, more than `model.max_tokens` ({config.model.max_tokens})",
                 hint=f"set `model.max_tokens={longest}` or lower one of the two",
             )
-    buffer, budget = config.reward.overlong_buffer_tokens, config.rollout.max_response_tokens
-    if buffer >= budget:
-        raise ConfigError(
-            f"`reward.overlong_buffer_tokens` ({buffer}) must be less than `rollout.max_response_tokens` ({budget})\n"
-            "A buffer as long as the budget punishes every response for its length.",
-            hint=f"set `reward.overlong_buffer_tokens={budget // 5}`",
-        )
-    if config.trainer.max_tokens_per_micro_batch < config.model.max_tokens:
+    if trains and config.trainer.max_tokens_per_micro_batch < config.model.max_tokens:
         raise ConfigError(
             f"`trainer.max_tokens_per_micro_batch` must hold the longest sequence ({config.model.max_tokens} tokens), "
             f"got: {config.trainer.max_tokens_per_micro_batch}",
@@ -189,7 +249,17 @@ def _check_lengths(config: Config) -> None:
         )
 
 
-def _check_devices(config: Config) -> None:
+def _check_swap(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.adapter_dtype is Precision.bfloat16 and rollout.dtype is Precision.float32:
+        raise ConfigError(
+            "`rollout.adapter_dtype` is bfloat16, but `rollout.dtype` is float32\n"
+            "The server would round activations to the adapter's type, and its log-probs with them.",
+            hint="set `rollout.adapter_dtype=float32`",
+        )
+
+
+def _check_devices(config: Config, trains: bool) -> None:
     cluster, servers = config.cluster, config.rollout.num_replicas * config.rollout.tensor_parallel_size
     if cluster.device is Device.cpu:
         if cluster.num_gpus:
@@ -204,7 +274,7 @@ def _check_devices(config: Config) -> None:
         return
     if cluster.colocate:
         _check_colocation(config, servers)
-    elif cluster.num_gpus != (needed := servers + config.trainer.num_workers):
+    elif trains and cluster.num_gpus != (needed := servers + config.trainer.num_workers):
         raise ConfigError(
             f"`cluster.num_gpus` is {cluster.num_gpus}, but the run takes {needed}: "
             f"{config.rollout.num_replicas} servers of {config.rollout.tensor_parallel_size} GPUs and "

@@ -26,8 +26,36 @@ class Device(Enum):
     cuda = "cuda"
 
 
+class Swap(Enum):
+    """What a new adapter does to responses that are being sampled."""
+
+    drain = "drain"
+    """It waits until they are complete: one adapter slot."""
+    in_flight = "in_flight"
+    """They are completed under their own version while the new one is loaded beside it: two adapter slots."""
+
+
+class Transport(Enum):
+    """How the adapter gets from trainer to server."""
+
+    auto = "auto"
+    """Shared memory where Ray has one node, its object store otherwise."""
+    shared_memory = "shared_memory"
+    object_store = "object_store"
+
+
 COLOCATED_SHARE = 0.5
 """Part of a GPU, by Ray's count, of a server and of a trainer rank that share it."""
+
+
+class Base(Enum):
+    """How the trainer holds the frozen weights of routed experts that the checkpoint quantizes."""
+
+    bf16 = "bf16"
+    """Dequantized once, when they are loaded, to `trainer.dtype`."""
+    packed = "packed"
+    """As stored, and dequantized layer by layer in forward and again in backward: the same numbers in about 3.5 times
+    less memory, for some time. What FSDP2 gathers shrinks as much."""
 
 
 class OldLogProbs(Enum):
@@ -36,7 +64,8 @@ class OldLogProbs(Enum):
     rollout = "rollout"
     """Those the server returned while sampling: one trainer pass a step, the ratio shows the whole mismatch."""
     trainer = "trainer"
-    """The trainer's own, recomputed before the update: one more forward pass, the ratio starts at exactly 1."""
+    """The trainer's own, from before the update: the ratio starts at exactly 1. Costs nothing with one mini-batch, as
+    its own pass gives them; with several, one more forward pass."""
 
 
 class Advantage(Enum):
@@ -61,6 +90,32 @@ class Aggregation(Enum):
     token_mean = "token-mean"
     seq_mean_token_mean = "seq-mean-token-mean"
     seq_mean_token_sum = "seq-mean-token-sum"
+    seq_mean_token_sum_norm = "seq-mean-token-sum-norm"
+    """As `seq_mean_token_sum`, over the response budget, a constant (Dr. GRPO)."""
+
+
+class CorrectionWeights(Enum):
+    """Weight of a token's loss: the trainer's over the server's probability, truncated."""
+
+    none = "none"
+    token = "token"
+    """Of the token alone: some bias, little variance."""
+    sequence = "sequence"
+    """Of the whole response (the product over its tokens): no bias, much variance."""
+
+
+class Rejection(Enum):
+    """What is left out of the loss when its k3 between trainer and server is too large."""
+
+    none = "none"
+    token = "token_k3"
+    """Tokens."""
+    sequence_mean = "seq_mean_k3"
+    """Responses, by the mean over their tokens."""
+    sequence_sum = "seq_sum_k3"
+    """Responses, by the sum over their tokens."""
+    sequence_max = "seq_max_k3"
+    """Responses, by their worst token."""
 
 
 class RewardRule(Enum):
@@ -115,6 +170,11 @@ class RolloutConfig:
     """Must stay 1 while training: log-probs of a truncated distribution bias the importance ratio."""
     top_k: int = -1
     """Must stay -1 (off) while training, for the same reason."""
+    adapter_dtype: Precision = Precision.float32
+    """Type that the adapter travels in, and on CPU the type that the server holds it in. A server on CUDA rounds to
+    bfloat16 in any case, to the same bits where the checkpoint's gate and up scales are the same."""
+    adapter_transport: Transport = Transport.auto
+    swap: Swap = Swap.drain
     num_threads: int = 2
     """CPU threads of one server process."""
     start_timeout_s: float = 600.0
@@ -139,6 +199,7 @@ class OptimizerConfig:
 class TrainerConfig:
     dtype: Precision = Precision.bfloat16
     """Type the frozen base is held and computed in. The residual stream and the adapter are float32 in either case."""
+    base: Base = Base.bf16
     num_workers: int = 1
     """Ranks of the FSDP2 group, each a Ray actor (one GPU each on CUDA)."""
     replay: bool = True
@@ -166,8 +227,31 @@ class LoraConfig:
     rank: int = 32
     alpha: int = 64
     """Updates are scaled by alpha / rank."""
+    rslora: bool = False
+    """Scale updates by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
+    expert_rank: int | None = None
+    """Another rank on routed experts, whose updates are then scaled by alpha / expert_rank. `rank` divided by the
+    experts a token goes to makes a token's update about as wide as on a dense layer; null means `rank`."""
+    dropout: float = 0.0
+    """Probability that an input of an A factor is dropped, in the pass that the loss is taken from only."""
     targets: list[str] = field(default_factory=lambda: ["attention", "latent", "experts"])
     """Groups of the model family (`attention`, `latent`, `experts`) or names of modules."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CorrectionConfig:
+    """Trainer and server differ by numerics alone while routes are replayed: weights are then near 1 and nothing is
+    rejected. Without replay both also hide that other experts answered."""
+
+    weights: CorrectionWeights = CorrectionWeights.none
+    """Truncated importance sampling (TIS); needs `trainer.old_log_probs=trainer`."""
+    max_weight: float = 2.0
+    """Larger weights become this."""
+    min_weight: float = 0.0
+    """Above 0 (IcePop): weights below this, and above `max_weight`, become 0."""
+    reject: Rejection = Rejection.none
+    max_k3: float = 0.1
+    """Largest k3 that is kept, nats. A token whose log-probs are 0.42 apart has 0.1."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -190,6 +274,7 @@ class AlgorithmConfig:
     """Dynamic sampling: how often a step may sample other prompts; then it trains on the mixed groups it has."""
     overlong_filtering: bool = False
     """Leave responses that were cut off by the budget out of the loss; they still count in their group's mean."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -199,9 +284,9 @@ class RewardConfig:
     """Ray workers that score responses."""
     timeout_s: float = 10.0
     """Longest time one response may take to score, seconds; past it the response counts as wrong."""
-    overlong_buffer_tokens: int = 0
-    """Soft overlong punishment (DAPO): the last so many tokens of the response budget cost reward, more with every
-    token; 0 turns it off. Accuracy is not touched."""
+    overlong_buffer: float = 0.0
+    """Soft overlong punishment (DAPO takes 0.2): the last tokens of the response budget, this share of it, cost reward,
+    more with every token; 0 turns it off. Accuracy is not touched."""
     overlong_penalty: float = 1.0
     """Reward points that a response of full budget loses."""
 
@@ -232,6 +317,10 @@ class EvalConfig:
     max_response_tokens: int | None = None
     """None: the rollout's response budget."""
     confidence: float = 0.95
+    problems_at_once: int | None = None
+    """Problems of one call to the servers; their answers are saved together. None: two batches of every server."""
+    resume: str | None = None
+    """Folder of an interrupted `sparkrl eval`; the problems it answered are not asked again."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -247,16 +336,22 @@ class LoopConfig:
     """Older checkpoints are removed; 0 keeps all."""
     resume: str | None = None
     """Run folder to go on from its newest checkpoint."""
+    k3_patience: int = 0
+    """Save and stop after so many steps in a row with a k3 above `telemetry.k3_limit`; 0 only warns."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TelemetryConfig:
     wandb: WandbMode = WandbMode.auto
+    wandb_timeout_s: float = 30.0
+    """Longest time a W&B server that does not answer may hold up the start of a run, and its end, seconds."""
     project: str = "sparkrl"
+    tensorboard: bool = False
+    """Write the same figures for TensorBoard, into `<run>/tensorboard`."""
     num_samples: int = 4
     """Sample responses written down a step."""
     k3_limit: float = 1e-2
-    """A k3 above this is reported as a warning."""
+    """A k3 above this is reported as a warning, and as an alert of W&B."""
 
 
 @dataclass(kw_only=True, slots=True)
