@@ -58,8 +58,12 @@ checkpoint: $(STAMP) ## Rebuild the quickstart's tiny checkpoint and data from s
 bench: $(STAMP) ## Measure speed as ratios, side by side in one run
 	@$(BIN)/python -m benchmarks
 
-bench-gpu: ## Measure Muse Spark on this machine's GPU, into bench_gpu.json (an environment with vLLM for CUDA)
-	@$(PYTHON) -m benchmarks.gpu --out bench_gpu.json
+bench-gpu: ## Measure Muse Spark on this machine's GPU, into runs/bench/gpu_*.json (an environment with vLLM for CUDA)
+	@mkdir -p runs/bench
+	@$(PYTHON) -m benchmarks.gpu --out runs/bench/gpu.json
+	@for name in expert_lora swap dequantize head; do \
+	  $(PYTHON) -m benchmarks.gpu_$$name --out runs/bench/gpu_$$name.json; done
+	@$(PYTHON) -m benchmarks.gpu_rollout --out runs/bench/gpu_rollout.json --models runs/bench/gpu_models
 
 test-gpu: ## Run the tests that need a GPU (an environment with vLLM for CUDA)
 	@$(PYTHON) -m pytest tests/gpu
