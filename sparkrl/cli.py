@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkrl import __version__
-from sparkrl.errors import SparkrlError
+from sparkrl.errors import ConfigError, SparkrlError
 
 if TYPE_CHECKING:
     from sparkrl.config.schema import Config
@@ -44,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+    except OSError as error:  # the machine's, such as a full disk behind `> plan.txt`
+        if args.debug:
+            raise
+        print(f"error: {str(error) or repr(error)}\n\nhint: `--debug` shows where it happened", file=sys.stderr)
         return EXIT_ERROR
 
 
@@ -83,9 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument(
         "--adapter",
-        type=Path,
+        metavar="FOLDER",
         help="PEFT adapter folder, or a run folder (its newest checkpoint); without it the base model alone",
     )
+    evaluate.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     evaluate.set_defaults(run=_evaluate)
 
     plan = commands.add_parser(
@@ -126,7 +133,7 @@ def _add_checkpoint_commands(
     writing = argparse.ArgumentParser(add_help=False, parents=[debug])
     writing.add_argument("source", type=Path, metavar="SRC", help="checkpoint folder")
     writing.add_argument("--out", type=Path, required=True, metavar="DST", help="folder to make; appears when complete")
-    writing.add_argument("--shard-gib", type=float, default=5.0, metavar="N", help="size of the shards (default: 5)")
+    writing.add_argument("--shard-gib", type=_gib, default=5.0, metavar="N", help="size of the shards (default: 5)")
 
     quantize = commands.add_parser(
         "quantize", parents=[writing], help="write a checkpoint with routed experts in NVFP4 or MXFP4; resumes"
@@ -166,7 +173,7 @@ def _add_checkpoint_commands(
     export.set_defaults(run=_export)
 
     merge = commands.add_parser("merge", parents=[ours], help="write the model in BF16 with an adapter added; resumes")
-    merge.add_argument("--shard-gib", type=float, default=5.0, metavar="N", help="size of the shards (default: 5)")
+    merge.add_argument("--shard-gib", type=_gib, default=5.0, metavar="N", help="size of the shards (default: 5)")
     merge.set_defaults(run=_merge)
 
     verify = commands.add_parser(
@@ -175,6 +182,14 @@ def _add_checkpoint_commands(
     verify.add_argument("path", type=Path, metavar="PATH", help="checkpoint folder")
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
+
+
+def _gib(text: str) -> float:
+    """A size that is a number above zero."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got: {text}")
+    return value
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -190,16 +205,35 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from sparkrl.config.load import load
+    from sparkrl.config.load import dump, load
 
     # `adapter=` and `k=` are short for what every evaluation names.
     overrides = [f"eval.{text}" if text.startswith("k=") else text for text in args.overrides]
-    adapters = [Path(text.removeprefix("adapter=")) for text in overrides if text.startswith("adapter=")]
-    config = load([text for text in overrides if not text.startswith("adapter=")], trains=False)
+    adapter = _one_adapter([text.removeprefix("adapter=") for text in overrides if text.startswith("adapter=")], args)
+    config = load(
+        [text for text in overrides if not text.startswith("adapter=")],
+        check_paths=not args.print_config,
+        trains=False,
+    )
+    if args.print_config:
+        print(dump(config), end="")
+        return 0
     from sparkrl.loop.evaluate import evaluate_adapter
 
-    asyncio.run(evaluate_adapter(config, adapters[-1] if adapters else args.adapter))
+    asyncio.run(evaluate_adapter(config, adapter))
     return 0
+
+
+def _one_adapter(given: list[str], args: argparse.Namespace) -> Path | None:
+    """The folder that `adapter=` or `--adapter` names; None where neither does."""
+    folders = given if args.adapter is None else [*given, args.adapter]
+    if "" in folders:
+        raise ConfigError(
+            "`adapter` is empty", hint="leave it out to evaluate the base model alone; is a shell variable unset?"
+        )
+    if len(set(folders)) > 1:
+        raise ConfigError(f"one adapter is evaluated at a time, got: {', '.join(folders)}", hint="name one of them")
+    return Path(folders[0]) if folders else None
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -42,6 +42,10 @@ class CheckpointError(SparkrlError, ValueError):
     """A model or adapter checkpoint is incomplete, damaged or of an unknown form."""
 
 
+class UnknownFamilyError(CheckpointError):
+    """A checkpoint is of a model family that is not known here, which says nothing about its health."""
+
+
 class RoutingError(SparkrlError, ValueError):
     """Routed experts returned by the rollout cannot be replayed."""
 

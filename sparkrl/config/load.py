@@ -19,12 +19,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from sparkrl.config.rules import check
 from sparkrl.config.schema import Config, Device
 from sparkrl.errors import ConfigError
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+EVAL_SHORT = ("adapter", "k")
+"""Keys of `sparkrl eval` alone: the folder to evaluate, and short for `eval.k`."""
 _PREPARED = ("dapo_math", "aime2024", "aime2025")
 """Data sets that `sparkrl data prepare` makes, each a file of that name."""
 
@@ -40,7 +43,7 @@ def load(overrides: Sequence[str], *, check_paths: bool = True, trains: bool = T
     Raises:
         ConfigError: an unknown key, group option or value, a broken rule, or a path that does not exist.
     """
-    _check_keys(overrides)
+    _check_keys(overrides, trains)
     ConfigStore.instance().store(name="schema", node=Config)
     try:
         with initialize_config_dir(config_dir=str(CONF_DIR.resolve()), version_base="1.3"):
@@ -84,6 +87,8 @@ def from_yaml(path: Path) -> Config:
         config = cast(Config, OmegaConf.to_object(loaded))
     except OSError as error:
         raise ConfigError(f"cannot read the run's configuration {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, YAMLError) as error:
+        raise ConfigError(f"cannot read the run's configuration {path}: {error}") from error
     except OmegaConfBaseException as error:
         raise _translate(error) from error
     return config
@@ -106,8 +111,9 @@ def _leaf_types(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", hint
 
 
-def _check_keys(overrides: Sequence[str]) -> None:
+def _check_keys(overrides: Sequence[str], trains: bool) -> None:
     leaves = [name for name, _ in _leaf_types()]
+    known_keys = leaves if trains else [*leaves, *EVAL_SHORT]
     sections = {name.rsplit(".", 1)[0] for name in leaves if "." in name}
     options = groups()
     for text in overrides:
@@ -121,14 +127,20 @@ def _check_keys(overrides: Sequence[str]) -> None:
         if override.is_add() or override.is_delete():
             raise ConfigError(
                 f"`{text}`: keys are neither added nor removed, every key of the configuration exists already",
-                hint=f"write `{_nearest(key, leaves)}=...`",
+                hint=f"write `{_nearest(key, known_keys)}=...`",
             )
-        if key in options and isinstance(override.value(), str):
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"`{key}` takes one value, got: {text.partition('=')[2]}",
+                hint="start one run for each value",
+            )
+        if key in options:
             if override.value() not in options[key]:
-                near = difflib.get_close_matches(str(override.value()), options[key], n=1, cutoff=0.4)
+                value = override.get_value_element_as_str()
+                near = difflib.get_close_matches(value, options[key], n=1, cutoff=0.4)
                 known = ", ".join(options[key])
                 raise ConfigError(
-                    f"no {key} named `{override.value()}`; there are: {known}",
+                    f"no {key} named `{value}`; there are: {known}",
                     hint=f"did you mean `{key}={near[0]}`?" if near else None,
                 )
         elif key in sections:
@@ -136,7 +148,10 @@ def _check_keys(overrides: Sequence[str]) -> None:
                 f"`{key}` is a section, got: {text}", hint=f"set one of its keys: {_keys_of(key, leaves)}"
             )
         elif key not in leaves:
-            raise ConfigError(f"no key `{key}`", hint=f"did you mean `{_nearest(key, leaves)}`?")
+            hint = f"did you mean `{_nearest(key, known_keys)}`?"
+            if key == "adapter":
+                hint = "`adapter=` is for `sparkrl eval`; a run goes on from its own with `loop.resume=RUN`"
+            raise ConfigError(f"no key `{key}`", hint=hint)
 
 
 def _keys_of(section: str, leaves: Sequence[str]) -> str:

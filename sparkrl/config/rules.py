@@ -21,8 +21,7 @@ def check(config: Config, *, trains: bool = True) -> None:
         ConfigError: names the first key that breaks a rule, its value, the reason and a way out.
     """
     _check_finite(config)
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", config.recipe_name):
-        raise _wrong("recipe_name", "must be letters, digits, `_`, `-` and `.`: it names a folder", config.recipe_name)
+    _check_text(config, trains)
     _check_ranges(config)
     _check_sampling(config)
     _check_correction(config)
@@ -53,6 +52,16 @@ def _check_finite(config: Config) -> None:
         numbers = value if isinstance(value, list | tuple) else (value,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             raise _wrong(key, "must be finite", value)
+
+
+def _check_text(config: Config, trains: bool) -> None:
+    """Empty text (`run_dir=`, as a shell writes for an unset variable) would be taken for the working folder."""
+    for key, text in (("recipe_name", config.recipe_name), ("eval.name", config.eval.name)):
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", text):
+            raise _wrong(key, "must be letters, digits, `_`, `-` and `.`: it names a folder", text)
+    for key, value in _leaves(config):
+        if value == "" and (trains or key != "data.path"):
+            raise ConfigError(f"`{key}` is empty", hint="leave it out, or give it a value; is a shell variable unset?")
 
 
 def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

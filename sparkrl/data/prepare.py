@@ -6,6 +6,7 @@ beside it repeats 30 problems 32 times, so that a plain loader draws them as if 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -78,7 +79,11 @@ def prepare(name: str, *, source: str | None, out: Path) -> Prepared:
         DataError: an unknown name, an unreadable source, no usable row, or not the AIME's 30 problems.
     """
     if name not in PUBLISHED:
-        raise DataError(f"no data set named `{name}`; there are: {', '.join(PUBLISHED)}")
+        near = difflib.get_close_matches(name, PUBLISHED, n=1, cutoff=0.4)
+        raise DataError(
+            f"no data set named `{name}`; there are: {', '.join(PUBLISHED)}",
+            hint=f"did you mean `{near[0]}`?" if near else None,
+        )
     published = PUBLISHED[name]
     if out.suffix != ".parquet":
         raise DataError(f"the file to write must end in .parquet, got: {out}")

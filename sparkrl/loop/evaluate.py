@@ -29,6 +29,7 @@ from sparkrl.telemetry import (
     ADAPTER,
     BASELINE,
     EvalFolder,
+    ProblemRow,
     adapter_folder,
     build_eval_report,
     figures_of,
@@ -72,7 +73,8 @@ async def evaluate_adapter(config: Config, adapter: Path | None, *, console: Con
     problems = loaded.problems[: config.eval.num_problems]
     about = _about(config, adapter, policies, problems)
     folder = EvalFolder.open(config.eval.resume, about) if config.eval.resume else EvalFolder.create(config, about)
-    console.print(f"{config.eval.name}: {loaded.describe()}; {folder.path}", soft_wrap=True, highlight=False)
+    asked = f", the first {len(problems)} asked" if len(problems) < len(loaded.problems) else ""
+    console.print(f"{config.eval.name}: {loaded.describe()}{asked}; {folder.path}", soft_wrap=True, highlight=False)
     began_s = time.perf_counter()
     try:
         done = await _answer(config, policies, problems, folder, console)
@@ -90,9 +92,11 @@ async def evaluate_adapter(config: Config, adapter: Path | None, *, console: Con
     baseline = done[BASELINE]
     if ADAPTER in done:
         done[ADAPTER] = with_gain(done[ADAPTER], baseline.answers, config.eval)
-    _write(config, folder, done, about, seconds=time.perf_counter() - began_s)
-    _show(done, folder, console)
-    return done.get(ADAPTER, baseline).result
+    last = done.get(ADAPTER, baseline)
+    rows = problem_rows(last.answers, baseline.answers if ADAPTER in done else ())
+    _write(config, folder, done, rows, about, seconds=time.perf_counter() - began_s)
+    _show(done, folder, rows, console)
+    return last.result
 
 
 async def _answer(
@@ -143,21 +147,24 @@ async def _answer(
 
 
 def _write(
-    config: Config, folder: EvalFolder, done: dict[str, Evaluation], about: dict[str, Any], *, seconds: float
+    config: Config,
+    folder: EvalFolder,
+    done: dict[str, Evaluation],
+    rows: Sequence[ProblemRow],
+    about: dict[str, Any],
+    *,
+    seconds: float,
 ) -> None:
     """Figures, the table of problems, the report, W&B and TensorBoard."""
     figures = {policy: figures_of(evaluation.result) for policy, evaluation in done.items()}
     folder.write_record({"about": about, **figures, "seconds": seconds, "versions": installed_versions()})
-    last = done.get(ADAPTER, done[BASELINE])
-    rows = problem_rows(last.answers, done[BASELINE].answers if ADAPTER in done else ())
     write_problems(folder.path / "problems.parquet", rows)
     build_eval_report(folder.path)
-    publish_evaluation(config, folder, last.result, rows)
+    publish_evaluation(config, folder, done.get(ADAPTER, done[BASELINE]).result, rows)
 
 
-def _show(done: dict[str, Evaluation], folder: EvalFolder, console: Console) -> None:
+def _show(done: dict[str, Evaluation], folder: EvalFolder, rows: Sequence[ProblemRow], console: Console) -> None:
     last = done.get(ADAPTER, done[BASELINE])
-    rows = problem_rows(last.answers, done[BASELINE].answers if ADAPTER in done else ())
     console.print(problem_table(rows, width=console.width))
     console.print()
     console.print(figures_table([(NAMES[policy], figures_of(one.result)) for policy, one in done.items()]))

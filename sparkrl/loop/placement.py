@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import ray
@@ -24,13 +24,13 @@ async def own_placement(config: Config, console: Console) -> AsyncIterator[Place
     Ray hands out no GPU twice, so what a training run holds is never touched.
 
     Raises:
-        ConfigError: no node is large enough for a server, not even an empty one.
+        ConfigError: the cluster has no room for the servers, not even when it is empty.
         WorkerError: nothing became free within `rollout.start_timeout_s`.
     """
     bundle: dict[str, float] = {"CPU": SERVER_CPUS}
     if config.cluster.device is Device.cuda:
         bundle["GPU"] = config.rollout.tensor_parallel_size
-    _check_possible(bundle)
+    check_possible([node["Resources"] for node in ray.nodes() if node["Alive"]], bundle, config.rollout.num_replicas)
     group = placement_group([bundle] * config.rollout.num_replicas, strategy="PACK")
     try:
         await _wait(group, bundle, config, console)
@@ -57,14 +57,28 @@ async def _wait(group: PlacementGroup, bundle: dict[str, float], config: Config,
     await ready
 
 
-def _check_possible(bundle: dict[str, float]) -> None:
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(all(node.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in nodes):
+def check_possible(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float], num_servers: int) -> None:
+    """Refuse what would wait for ever.
+
+    Args:
+        nodes: resources of each node, in use or not.
+        bundle: resources of one server, which lies on one node.
+    Raises:
+        ConfigError: no node is large enough for a server, or all nodes together hold too few of them.
+    """
+    num_held = sum(min(int(node.get(name, 0.0) // amount) for name, amount in bundle.items()) for node in nodes)
+    if num_held == 0:
         largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in bundle}
         raise ConfigError(
             f"a server takes {_describe(bundle)} on one node, the largest node of the Ray cluster has "
             f"{_describe(largest)}",
             hint="lower `rollout.tensor_parallel_size`, or join another cluster with `cluster.address`",
+        )
+    if num_held < num_servers:
+        raise ConfigError(
+            f"`rollout.num_replicas` is {num_servers}, but the Ray cluster holds {num_held} servers of "
+            f"{_describe(bundle)} each, even when nothing else runs",
+            hint=f"set `rollout.num_replicas={num_held}`, or join another cluster with `cluster.address`",
         )
 
 
@@ -73,5 +87,5 @@ def _free(bundle: dict[str, float]) -> dict[str, float]:
     return {name: free.get(name, 0.0) for name in bundle}
 
 
-def _describe(resources: dict[str, float]) -> str:
+def _describe(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items(), reverse=True))

@@ -14,7 +14,7 @@ Legend: E expert, R rank, I expert width, O output rows, D head width.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -120,7 +120,7 @@ def to_2d(tensors: Mapping[str, Tensor], config: Mapping[str, Any], heads: Heads
             parts = dict(zip(("gate", "up"), halves, strict=True)) if found["inner"] else {"down": factor}
             for part, rows in parts.items():
                 out[f"{found['at']}.{expert}.{part}_proj.lora_{found['factor']}.weight"] = rows.clone()
-    modules = [*(config.get("target_modules") or []), *(f"{part}_proj" for part in ("gate", "up", "down"))]
+    modules = [*_modules(config, tensors), *(f"{part}_proj" for part in ("gate", "up", "down"))]
     renamed = {
         "mlp.experts.gate_up_proj": r"experts\.\d+\.(gate|up)_proj",
         "mlp.experts.down_proj": r"experts\.\d+\.down_proj",
@@ -149,9 +149,10 @@ def from_2d(tensors: Mapping[str, Tensor], config: Mapping[str, Any], heads: Hea
         for part in ("gate", "up", "down"):
             for factor in "AB":
                 by_expert = parts.get((part, factor), {})
-                missing = sorted(set(range(num_experts)) - set(by_expert))
-                if missing:
-                    raise CheckpointError(f"the adapter lacks `{at}.{missing[0]}.{part}_proj.lora_{factor}.weight`")
+                # not a set of all numbers: a name may claim any
+                missing = next((expert for expert in range(num_experts) if expert not in by_expert), None)
+                if missing is not None:
+                    raise CheckpointError(f"the adapter lacks `{at}.{missing}.{part}_proj.lora_{factor}.weight`")
                 shapes = {tuple(value.shape) for value in by_expert.values()}
                 if len(shapes) > 1:
                     raise CheckpointError(f"the experts of `{at}` have different ranks or widths: {sorted(shapes)}")
@@ -165,7 +166,7 @@ def from_2d(tensors: Mapping[str, Tensor], config: Mapping[str, Any], heads: Hea
         for inner, (a_ERI, b_EOR) in {**pairs, "": (stacked["down", "A"], stacked["down", "B"])}.items():
             out[f"{at}{inner}.lora_A.weight"] = a_ERI.flatten(0, 1)
             out[f"{at}{inner}.lora_B.weight"] = b_EOR.permute(1, 2, 0).flatten(1).contiguous()
-    modules = [name for name in config.get("target_modules") or [] if name not in ("gate_proj", "up_proj", "down_proj")]
+    modules = [name for name in _modules(config, tensors) if name not in ("gate_proj", "up_proj", "down_proj")]
     changed = {"target_modules": modules, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
     renamed = {
         r"experts\.\d+\.(gate|up)_proj": "mlp.experts.gate_up_proj",
@@ -240,10 +241,9 @@ def from_native(tensors: Mapping[str, Tensor], config: Mapping[str, Any], heads:
             own = rows[:, i * rank : (i + 1) * rank]
             out[f"{at}.{part}_proj.lora_A.weight"] = a[i * rank : (i + 1) * rank].contiguous()
             out[f"{at}.{part}_proj.lora_B.weight"] = (deinterleave(own, shape.dim) if i < 2 else own).contiguous()
-    endings = {".".join(name.split(".lora_")[0].split(".")[-2:]) for name in out if ".experts" not in name}
     experts = any(".experts" in name for name in out)
     changed: dict[str, Any] = {
-        "target_modules": sorted(endings),
+        "target_modules": _endings(out),
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if experts else None,
     }
     kept = {key: value for key, value in config.items() if key not in _PATTERNS}
@@ -261,6 +261,17 @@ def _experts(name: str, value: Tensor, rank: int, *, is_a: bool) -> Tensor:
     if is_a:
         return value.unflatten(0, (packed // rank, rank))
     return value.unflatten(1, (rank, packed // rank)).permute(2, 0, 1)
+
+
+def _modules(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[str]:
+    """`target_modules` as a list; of an expression, which PEFT takes too, what it has matched."""
+    modules = config.get("target_modules") or []
+    return _endings(tensors) if isinstance(modules, str) else list(modules)
+
+
+def _endings(names: Iterable[str]) -> list[str]:
+    """The last two parts of the names of linear modules."""
+    return sorted({".".join(name.split(".lora_")[0].split(".")[-2:]) for name in names if ".experts" not in name})
 
 
 def _patterns(config: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], family: Fami
     Raises:
         CheckpointError: names the first tensor that is missing, foreign or of the wrong shape.
     """
-    weights = _weights(family, text)
+    weights = family.shapes(text)
     modules = sorted({name.split(".lora_")[0] for name in tensors})
     for module in modules:
         names = [f"{module}.lora_{factor}.weight" for factor in "AB"]
@@ -134,6 +134,10 @@ def check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], family: Fami
                     f"`{name}` in {where} has shape {tuple(tensors[name].shape)}, a rank-{rank} adapter of this "
                     f"model's `{weight}` has {shape}"
                 )
+            if not torch.isfinite(tensors[name]).all():
+                raise CheckpointError(
+                    f"`{name}` in {where} holds values that are NaN or infinite", hint="take an earlier checkpoint"
+                )
     gate_up = {module.removesuffix(".base_layer") for module in modules if module.endswith(".experts.base_layer")}
     if lone := sorted(gate_up ^ {module for module in modules if module.endswith(".experts")}):
         raise CheckpointError(f"the adapter {where} has only one of gate_up_proj and down_proj of `{lone[0]}`")
@@ -146,12 +150,6 @@ def weight_of(module: str, family: Family) -> str:
     if module.endswith(".experts.base_layer"):
         return module.removesuffix("base_layer") + gate_up
     return f"{module}.{down}" if module.endswith(".experts") else f"{module}.weight"
-
-
-def _weights(family: Family, text: Any) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        model = family.build(text, torch.bfloat16)
-    return {name: tuple(value.shape) for name, value in model.named_parameters()}
 
 
 class _Product:

@@ -10,10 +10,11 @@ Legend: E expert, R rank.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ CONFIG = "adapter_config.json"
 _ALIGN = 64
 _EXPERT = re.compile(rf"^(.*\.experts)\.lora_(gate_up|down)_([AB])(?:\.{ADAPTER})?$")
 _EXPERT_PEFT = re.compile(r"^(.*\.experts)(\.base_layer)?\.lora_([AB])\.weight$")
+_FACTOR = re.compile(r"\.lora_[AB]\.weight$")
 _LINEAR = re.compile(rf"^(.*)\.lora_([AB])(?:\.{ADAPTER})?\.weight$")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -217,11 +219,50 @@ def load_adapter(folder: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dic
         tensors = load_file(target / WEIGHTS)
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename or target / WEIGHTS} is missing from the adapter {target}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError, OSError) as error:
         raise CheckpointError(f"the adapter {target} is damaged: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{target / CONFIG} must hold a JSON object, got: {type(config).__name__}")
     if config.get("peft_type") != "LORA" or config.get("use_dora"):
-        raise CheckpointError(f"the adapter {target} is not a plain LoRA: peft_type {config.get('peft_type')}")
+        kind = "DoRA" if config.get("use_dora") else f"peft_type {config.get('peft_type')}"
+        raise CheckpointError(f"the adapter {target} is not a plain LoRA: {kind}")
+    _check_config(config, target / CONFIG)
+    for name, value in tensors.items():
+        if not _FACTOR.search(name) or value.ndim != 2 or not value.is_floating_point():
+            raise CheckpointError(
+                f"`{name}` in {target / WEIGHTS} is no LoRA factor: {value.dtype} {tuple(value.shape)}",
+                hint="only `lora_A.weight` and `lora_B.weight` matrices are read, no biases or whole modules",
+            )
     return tensors, config
+
+
+def _check_config(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse ranks and scales that cannot be meant."""
+
+    def rank(value: Any) -> bool:
+        return type(value) is int and value > 0
+
+    def alpha(value: Any) -> bool:
+        return type(value) in (int, float) and math.isfinite(value)
+
+    def pattern(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        return lambda value: not value or (isinstance(value, dict) and all(map(valid, value.values())))
+
+    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "r": (rank, "a whole number above 0"),
+        "lora_alpha": (alpha, "a number"),
+        "rank_pattern": (pattern(rank), "whole numbers above 0 by module"),
+        "alpha_pattern": (pattern(alpha), "numbers by module"),
+        "base_model_name_or_path": (lambda value: value is None or isinstance(value, str), "a name or null"),
+    }
+    for key, (valid, wanted) in rules.items():
+        if not valid(config.get(key)):
+            raise CheckpointError(f"`{key}` in {path} must be {wanted}, got: {config.get(key)!r}")
+    for expression in [*(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())]:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise CheckpointError(f"`{expression}` in {path} is no regular expression: {error}") from None
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -240,7 +281,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write {path}: {error}",
-            hint="free disk space, then go on from the last checkpoint with `loop.resume`",
+            hint="free disk space and run it again; training goes on from its last checkpoint with `loop.resume`",
         ) from None
     finally:
         if scratch is not None:

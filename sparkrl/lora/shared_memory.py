@@ -142,14 +142,17 @@ class Inbox:
             del self._mapped[key]
 
 
-def available_bytes() -> int:
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory that can still be taken on this machine, or in this container where that is less."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     found = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    limit, used = (Path("/sys/fs/cgroup") / f"memory.{name}" for name in ("max", "current"))
     try:
-        return min(found, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # no container, or one without a limit (`max`)
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        # pages of files that were read count as used, but give way: a checkpoint's fill the container up to its limit
+        cache = int(stat["inactive_file"]) + int(stat["active_file"])
+        return min(found, limit - used + cache)
+    except (OSError, ValueError, KeyError):  # no container, or one without a limit (`max`)
         return found
 
 

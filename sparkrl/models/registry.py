@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import MuseSparkTextConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from sparkrl.errors import CheckpointError
+from sparkrl.errors import CheckpointError, UnknownFamilyError
 from sparkrl.models import muse_spark, muse_spark_config, qwen3, qwen3_config, qwen3_moe
 
 
@@ -84,21 +84,56 @@ class Family:
         finally:
             torch.set_default_dtype(previous)
 
+    def shapes(self, config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+        """Shape of everything that a model of this config keeps in checkpoints, by name; takes no memory.
+
+        Parameters that are tied to another one are left out.
+
+        Raises:
+            CheckpointError: no model can be built from the config.
+        """
+        try:
+            with torch.device("meta"):
+                model = self.build(config, torch.bfloat16)
+        except Exception as error:  # whatever sizes that contradict each other raise in torch or transformers
+            raise CheckpointError(
+                f"config.json describes no {self.name} model that can be built: {error}", hint="download it again"
+            ) from error
+        found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        return {name: shape for name, shape in found.items() if self.stored_name(name, config) == name}
+
 
 # these describe the files, not the architecture
 _OF_FILES = ("architectures", "model_type", "quantization_config", "dtype", "torch_dtype", "transformers_version")
+
+_POSITIVE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "moe_hidden_size", "decoder_sparse_step",
+)  # fmt: skip
+"""Sizes and counts; transformers takes 0, -1 and null for many of them, and the model fails as it is built."""
 
 
 def _parse(config_class: type[PreTrainedConfig], fields: dict[str, Any], family: str) -> Any:
     kept = {name: value for name, value in fields.items() if name not in _OF_FILES}
     try:
-        return config_class(**kept)
+        config = config_class(**kept)
     except Exception as error:  # transformers' strict dataclasses raise their own types
         raise CheckpointError(f"config.json of a {family} model is not valid: {error}") from error
+    for name in _POSITIVE:
+        value = getattr(config, name, 1)
+        if type(value) is not int or value < 1:
+            raise CheckpointError(
+                f"config.json: `{name}` of a {family} model must be a positive whole number, got: {value!r}"
+            )
+    return config
 
 
 def _parse_muse_spark(raw: dict[str, Any]) -> PreTrainedConfig:
-    fields = dict(raw.get("text_config") or raw)
+    nested = raw.get("text_config")
+    if nested is not None and not isinstance(nested, dict):
+        raise CheckpointError(f"`text_config` in config.json must be an object, got: {nested!r}")
+    fields = dict(raw if nested is None else nested)
     extra = {"num_shared_experts": fields.pop("num_shared_experts", 0)}
     config = _parse(MuseSparkTextConfig, fields, "muse_spark")
     muse_spark_config.check_config(config, extra)
@@ -190,14 +225,14 @@ def family_of(model_type: str) -> Family:
     """The family of a `model_type`.
 
     Raises:
-        CheckpointError: no family knows it; lists those that exist.
+        UnknownFamilyError: no family knows it; lists those that exist.
     """
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
     known = [name for family in FAMILIES for name in family.model_types]
     near = difflib.get_close_matches(model_type, known, n=1)
-    raise CheckpointError(
+    raise UnknownFamilyError(
         f"unknown model family: config.json says `model_type: {model_type}`\nknown families: {', '.join(known)}",
         hint=f"did you mean `{near[0]}`?" if near else "point `model.path` at a checkpoint of one of these families",
     )

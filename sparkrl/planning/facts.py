@@ -126,26 +126,36 @@ def _read(path: Path) -> dict[str, Any]:
     return raw
 
 
+def _object(raw: dict[str, Any], name: str, path: Path) -> dict[str, Any] | None:
+    value = raw.get(name)
+    if not isinstance(value, dict | None):
+        raise CheckpointError(f"{path}: `{name}` must be an object, got: {value!r}")
+    return value
+
+
 class _Fields:
     """config.json's fields, checked as they are read."""
 
     def __init__(self, raw: dict[str, Any], path: Path) -> None:
-        self._text = raw.get("text_config") or raw
+        self._text = _object(raw, "text_config", path) or raw
         self._path = path
-        self.scheme = raw.get("quantization_config") or self._text.get("quantization_config")
+        self.scheme = _object(raw, "quantization_config", path) or _object(self._text, "quantization_config", path)
 
-    def get(self, name: str) -> Any:
-        return self._text.get(name)
-
-    def number(self, name: str, other_name: str = "") -> int:
+    def number(self, name: str, other_name: str = "", *, default: int | None = None) -> int:
         """A field of config.json; transformers 5 writes some under another name than they were published with."""
-        value = self._text.get(name, self._text.get(other_name))
+        value = self._text.get(name, self._text.get(other_name, default))
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(f"{self._path}: `{name}` must be a positive whole number, got: {value}")
         return value
 
+    def list_of(self, name: str) -> list[Any]:
+        value = self._text.get(name) or []
+        if not isinstance(value, list):
+            raise CheckpointError(f"{self._path}: `{name}` must be a list, got: {value!r}")
+        return value
+
     def per_layer(self, name: str, default: list[str]) -> list[str]:
-        kinds = self._text.get(name) or default
+        kinds = self.list_of(name) or default
         if len(kinds) != len(default):
             raise CheckpointError(f"{self._path}: `{name}` has {len(kinds)} entries for {len(default)} layers")
         return kinds
@@ -209,7 +219,7 @@ def _qwen3(fields: _Fields, *, sparse: bool) -> dict[str, Any]:
     if not sparse:
         absent = ("expert_width", "moe_intermediate_size", "num_experts", "top_k", "sparse_layers", "quantized_layers")
         return attention | dict.fromkeys(absent, 0)
-    step, dense = fields.get("decoder_sparse_step") or 1, fields.get("mlp_only_layers") or []
+    step, dense = fields.number("decoder_sparse_step", default=1), fields.list_of("mlp_only_layers")
     routed = [layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense]
     return attention | {
         "expert_width": fields.number("hidden_size"),

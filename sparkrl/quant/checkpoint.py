@@ -231,7 +231,7 @@ class CheckpointReader:
                 raise CheckpointError(
                     f"shard {file} is missing from {self.path}", hint="download the checkpoint again; it is incomplete"
                 )
-            shard = Shard(self.path / file)
+            shard = Shard(self.path / file, name=file)
         except CheckpointError as error:
             self.findings.append(Finding(error.message, None, file, error.hint))
             return

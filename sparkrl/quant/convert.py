@@ -80,7 +80,13 @@ def quantize_checkpoint(
     if model_type == GPT_OSS:
         raise CheckpointError(f"{src} is a gpt-oss model", hint="those are published in MXFP4; quantize other families")
     experts = [name for name in reader.names if _EXPERTS.search(name)]
-    ignore = _default_ignore(experts, model_type) if ignore is None else ignore
+    if ignore is None:
+        ignore = _default_ignore(experts, model_type)
+    elif unmatched := [pattern for pattern in ignore if not any(is_ignored(name, [pattern]) for name in reader.names)]:
+        raise CheckpointError(
+            f"no module of {src} matches `{unmatched[0]}`, which is to stay as it is",
+            hint=f"a layer's experts are one module, for example `{experts[0].rsplit('.', 1)[0]}`" if experts else None,
+        )
     chosen = {name for name in experts if not is_ignored(name, list(ignore))}
     if not chosen:
         found = f"all {len(experts)} are ignored" if experts else "none are there"

@@ -16,8 +16,8 @@ from sparkrl.errors import CheckpointError
 def appearing(dst: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A scratch folder that becomes `dst` when the block ends well, and vanishes when it does not."""
     dst = dst.absolute()
-    if dst.exists() and not overwrite:
-        raise CheckpointError(f"{dst} exists already", hint="remove it or choose another folder")
+    if not overwrite:
+        refuse_existing(dst)
     dst.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{dst.name}.", dir=dst.parent))
     try:
@@ -31,6 +31,12 @@ def appearing(dst: Path, *, overwrite: bool = False) -> Iterator[Path]:
         if (scratch / "old").exists() and not dst.exists():
             (scratch / "old").rename(dst)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def refuse_existing(dst: Path) -> None:
+    """A result never takes the place of anything, a link that leads nowhere included."""
+    if os.path.lexists(dst):
+        raise CheckpointError(f"{dst} exists already", hint="remove it or choose another folder")
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

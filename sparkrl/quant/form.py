@@ -102,7 +102,11 @@ def text_config(raw: dict[str, Any], path: Path) -> dict[str, Any]:
             f"{path / 'config.json'} has no `model_type`", hint="give the folder of a model, not of an adapter"
         )
     nested = raw.get("text_config")
-    config = dict(nested) if isinstance(nested, dict) else dict(raw)
+    if nested is not None and not isinstance(nested, dict):
+        raise CheckpointError(
+            f"`text_config` in {path / 'config.json'} must be an object, got: {nested!r}", hint="download it again"
+        )
+    config = dict(raw if nested is None else nested)
     config.pop("quantization_config", None)
     if isinstance(nested, dict):
         for key in ("model_type", "dtype", "tie_word_embeddings"):
@@ -117,14 +121,13 @@ def quantization_scheme(raw: dict[str, Any], path: Path) -> Scheme | None:
     Raises:
         CheckpointError: a scheme that cannot be read; it is named, and those that can are listed.
     """
-    nested = raw.get("text_config")
-    section = raw.get("quantization_config") or (nested if isinstance(nested, dict) else {}).get("quantization_config")
+    section = raw.get("quantization_config") or _object(raw.get("text_config")).get("quantization_config")
     source = path / "config.json"
     if not section and (path / "hf_quant_config.json").exists():
         source = path / "hf_quant_config.json"
         refuse_foreign_link(path, source.name)
         content = read_json(source)
-        section = {"quant_method": "modelopt", **content.get("quantization", content)}
+        section = {"quant_method": "modelopt", **_object(content.get("quantization", content))}
     if not section:
         return None
     scheme = _parse(section) if isinstance(section, dict) else None
@@ -163,6 +166,8 @@ def expert_shape(config: dict[str, Any], part: str) -> tuple[int, int, int] | No
 
 def refuse_foreign_link(folder: Path, file: str) -> None:
     """A file must lie in the checkpoint's folder, or among the blobs of the same Hugging Face cache entry."""
+    if "\0" in file:
+        raise CheckpointError(f"{folder} names a file {file!r}, which cannot be", hint="download the index again")
     root, real = folder.resolve(), (folder / file).resolve()
     homes = [root] + ([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])
     if not any(real.is_relative_to(home) for home in homes):
@@ -191,7 +196,7 @@ def dump_json(path: Path, content: dict[str, Any]) -> None:
 
 def _parse(section: dict[str, Any]) -> Scheme | None:
     method = str(section.get("quant_method", "")).lower()
-    ignore = section.get("ignore") or section.get("exclude_modules") or []
+    ignored = section.get("ignore") or section.get("exclude_modules") or []
     forms: tuple[str, ...]
     if method in ("modelopt", "modelopt_fp4"):
         algorithm, group = str(section.get("quant_algo", "")).upper(), section.get("group_size")
@@ -203,27 +208,37 @@ def _parse(section: dict[str, Any]) -> Scheme | None:
             "nvfp4-pack-quantized": ("compressed-tensors NVFP4", ("compressed-tensors",)),
             "mxfp4-pack-quantized": ("compressed-tensors MXFP4", ("compressed-tensors-mxfp4",)),
         }
-        if section.get("format") not in known:
+        if str(section.get("format")) not in known:
             return None
         title, forms = known[section["format"]]
     elif method == "mxfp4":
         title, forms = "MXFP4", ("mxfp4",)
-        ignore = section.get("modules_to_not_convert") or []
+        ignored = section.get("modules_to_not_convert") or []
     elif method == "quark":
-        weight = (section.get("global_quant_config") or {}).get("weight") or {}
+        weight = _object(_object(section.get("global_quant_config")).get("weight"))
         if (weight.get("dtype"), weight.get("group_size")) != ("fp4", mxfp4.BLOCK) or section.get("layer_quant_config"):
             return None
         title, forms = "Quark MXFP4", ("quark",)
-        ignore = section.get("exclude") or []
+        ignored = section.get("exclude") or []
     else:
         return None
-    return Scheme(title, forms, tuple(map(str, ignore)), section)
+    if not isinstance(ignored, list) or not all(isinstance(pattern, str) for pattern in ignored):
+        raise CheckpointError(
+            f"config.json's list of modules that are not quantized must hold names, got: {ignored!r}",
+            hint="mend config.json: a list of names or patterns",
+        )
+    return Scheme(title, forms, tuple(ignored), section)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """A section of a config; empty where there is something else in its place."""
+    return value if isinstance(value, dict) else {}
 
 
 def _describe(section: Any) -> str:
     if not isinstance(section, dict):
         return repr(section)
-    weight = (section.get("global_quant_config") or {}).get("weight") or {}
+    weight = _object(_object(section.get("global_quant_config")).get("weight"))
     words = [section.get(key) for key in ("quant_method", "quant_algo", "format")] + [weight.get("dtype")]
     group = section.get("group_size") or weight.get("group_size")
     more = " with a scheme of its own for some layers" if section.get("layer_quant_config") else ""
@@ -236,6 +251,7 @@ def _matches(module: str, pattern: str) -> bool:
             return re.match(pattern[3:], module) is not None
         except re.error as error:
             raise CheckpointError(
-                f"`{pattern}` in the list of ignored modules is no regular expression: {error}", hint="mend config.json"
+                f"`{pattern}` in the list of ignored modules is no regular expression: {error}",
+                hint="mend it, in config.json or after `--ignore`",
             ) from None
     return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, pattern + ".*")

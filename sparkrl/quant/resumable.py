@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparkrl.errors import CheckpointError
 from sparkrl.quant.checkpoint import INDEX, SINGLE, CheckpointReader
-from sparkrl.quant.folder import replace_file
+from sparkrl.quant.folder import refuse_existing, replace_file
 from sparkrl.quant.form import read_json
 from sparkrl.quant.shards import ShardWriter
 
@@ -72,8 +72,7 @@ def write_resumably(
             piece is unusable, or the disk is full.
     """
     dst = dst.absolute()
-    if dst.exists():
-        raise CheckpointError(f"{dst} exists already", hint="remove it or choose another folder")
+    refuse_existing(dst)
     work = dst.with_name(f".{dst.name}.partial")
     shards = _group(pieces, shard_bytes)
     try:
@@ -84,8 +83,11 @@ def write_resumably(
             except BlockingIOError:
                 raise CheckpointError(f"another process is writing {dst}", hint="wait for it, or stop it") from None
             try:
-                _write_shards(work, shards, {**identity, "shards": list(shards)}, progress)
+                # pieces come in a fixed order, so the counts say which of them are in which shard
+                parts = {file: len(members) for file, members in shards.items()}
+                _write_shards(work, shards, {**identity, "shards": parts}, progress)
                 _write_files(work, shards, files)
+                _remove_others(work, {*shards, *files, INDEX, _MANIFEST, _LOCK})
             except BaseException:
                 _remove_if_empty(work)
                 raise
@@ -93,9 +95,10 @@ def write_resumably(
             work.rename(dst)
             (dst / _MANIFEST).unlink()
     except OSError as error:
+        kept = f"; shards that were finished are kept in {work}" if (work / _MANIFEST).is_file() else ""
         raise CheckpointError(
             f"{dst} cannot be written: {error.strerror or error}" + (f" ({error.filename})" if error.filename else ""),
-            hint=f"mend that and run the same command again; shards that were finished are kept in {work}",
+            hint=f"mend that and run the same command again{kept}",
         ) from None
 
 
@@ -154,6 +157,13 @@ def _write_files(work: Path, shards: dict[str, list[Piece]], files: Mapping[str,
     for name, text in sorted(files.items(), key=lambda item: item[0] == "config.json"):
         replace_file(work / name, text)
     CheckpointReader(work)
+
+
+def _remove_others(work: Path, wanted: set[str]) -> None:
+    """Remove what a run with other shards left when it was killed before its first one was entered."""
+    for entry in work.iterdir():
+        if entry.name not in wanted:
+            entry.unlink()
 
 
 def _manifest(work: Path, identity: dict[str, Any]) -> dict[str, Any]:

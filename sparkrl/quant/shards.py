@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,13 +58,20 @@ class Stored:
 class Shard:
     """One safetensors file, open for reading.
 
+    Args:
+        path: the file.
+        name: what the index calls it, if it lies in a folder of its own; None is the file's own name.
     Raises:
-        CheckpointError: the file is truncated, longer than its header says, or has a header that cannot be true.
+        CheckpointError: the file cannot be opened, is truncated, longer than its header says, or has a header that
+            cannot be true.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd = os.open(path, os.O_RDONLY)
+    def __init__(self, path: Path, *, name: str | None = None) -> None:
+        self.path, self._name = path, name or path.name
+        try:
+            self._fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from None
         try:
             self.tensors: dict[str, Stored] = self._header()
         except BaseException:
@@ -87,7 +95,10 @@ class Shard:
         view, offset = _bytes(out), stored.offset + (row * start if stored.shape else 0)
         done = 0
         while done < len(view):
-            got = os.preadv(self._fd, [view[done : done + (1 << 30)]], offset + done)
+            try:
+                got = os.preadv(self._fd, [view[done : done + (1 << 30)]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"`{name}` in {self.path} cannot be read: {error.strerror}") from None
             if not got:
                 raise CheckpointError(f"`{name}` in {self.path} ends early: the file was shortened while it was read")
             done += got
@@ -109,15 +120,17 @@ class Shard:
             if name == "__metadata__":
                 continue
             try:
-                code, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
+                code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             except (TypeError, KeyError, ValueError):
                 raise self._damaged(size, f"its header does not describe `{name}`") from None
+            if not isinstance(code, str) or any(type(number) is not int for number in (*shape, begin, end)):
+                raise self._damaged(size, f"its header does not describe `{name}`")
             if code not in DTYPES:
                 raise CheckpointError(f"`{name}` in {self.path} has the unsupported type {code}")
-            stored = Stored(self.path.name, shape, DTYPES[code], 8 + length + begin)
-            if min(shape, default=0) < 0 or end - begin != stored.nbytes:
-                raise self._damaged(size, f"its header gives `{name}` {end - begin} bytes, its shape {stored.nbytes}")
-            tensors[name] = stored
+            nbytes = DTYPES[code].itemsize * math.prod(shape)
+            if min(shape, default=0) < 0 or end - begin != nbytes:
+                raise self._damaged(size, f"its header gives `{name}` {end - begin} bytes, its shape {nbytes}")
+            tensors[name] = Stored(self._name, shape, DTYPES[code], 8 + length + begin)
             spans.append((begin, end))
         at = 0
         for begin, end in sorted(spans):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ def verify_checkpoint(
     path: str | os.PathLike[str],
     expected: Mapping[str, tuple[int, ...]] | None = None,
     *,
+    optional: Collection[str] = (),
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Report:
     """Read everything and collect what is wrong; nothing is raised for a bad checkpoint.
@@ -52,6 +53,7 @@ def verify_checkpoint(
     Args:
         path: the folder.
         expected: shapes of the parameters of a model of this config, by name; None leaves coverage unchecked.
+        optional: names that may be there as well (a head that is tied to the embedding).
         progress: told the file, the bytes checked so far, and the bytes in all.
     """
     report = Report(path=str(path))
@@ -66,7 +68,7 @@ def verify_checkpoint(
     report.findings += reader.findings
     if expected is not None:
         report.coverage = "checked"
-        report.findings += _coverage(reader, expected)
+        report.findings += _coverage(reader, expected, optional)
     total, done = sum(stored.nbytes for stored in reader.stored.values()), 0
     for name in reader.names_in_file_order():
         report.findings += _values(reader, name)
@@ -77,19 +79,22 @@ def verify_checkpoint(
     return report
 
 
-def _coverage(reader: CheckpointReader, expected: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
+def _coverage(
+    reader: CheckpointReader, expected: Mapping[str, tuple[int, ...]], optional: Collection[str]
+) -> Iterator[Finding]:
     """Parameters without a tensor, tensors without a parameter, and shapes that differ."""
     broken = {finding.tensor for finding in reader.findings}
+    unread = None in broken  # what a file that cannot be read holds is not known to be absent
     hint = "config.json belongs to another model, or the checkpoint is incomplete"
     for name, shape in expected.items():
         if name not in reader.names:
-            if name not in broken:
+            if name not in broken and not unread:
                 yield Finding(f"`{name}` {shape} is absent", name, None, hint)
         elif reader.shape(name) != shape and name not in broken:
             problem = f"`{name}` in {reader.file(name)} has shape {reader.shape(name)}, the model asks for {shape}"
             yield Finding(problem, name, reader.file(name), hint)
     for name in reader.names:
-        if name not in expected and name.startswith(_TEXT) and not name.startswith(_TOWERS):
+        if name not in expected and name not in optional and name.startswith(_TEXT) and not name.startswith(_TOWERS):
             yield Finding(f"`{name}` in {reader.file(name)} has no place in the model", name, reader.file(name), hint)
 
 

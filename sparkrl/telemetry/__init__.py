@@ -5,7 +5,7 @@ from __future__ import annotations
 from sparkrl.telemetry.eval_folder import ADAPTER, BASELINE, EvalFolder, is_evaluation
 from sparkrl.telemetry.eval_report import build_eval_report
 from sparkrl.telemetry.figures import figures_of, figures_table, gain_text
-from sparkrl.telemetry.problems import problem_rows, problem_table, write_problems
+from sparkrl.telemetry.problems import ProblemRow, problem_rows, problem_table, write_problems
 from sparkrl.telemetry.publish import publish_evaluation
 from sparkrl.telemetry.report import build_report
 from sparkrl.telemetry.run_folder import RunFolder, adapter_folder
@@ -16,6 +16,7 @@ __all__ = [
     "ADAPTER",
     "BASELINE",
     "EvalFolder",
+    "ProblemRow",
     "RunFolder",
     "RunStatus",
     "Telemetry",

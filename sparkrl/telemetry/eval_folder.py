@@ -58,6 +58,8 @@ class EvalFolder:
             ConfigError: not the folder of an evaluation, or of another one.
         """
         folder = cls(Path(path).resolve())
+        if not folder.path.is_dir():
+            raise ConfigError(f"no evaluation at {path}: there is no such folder", hint=f"looked from {Path.cwd()}")
         if not is_evaluation(folder.path):
             raise ConfigError(
                 f"{path} is not the folder of an evaluation: it has no {RECORD}",
@@ -77,12 +79,16 @@ class EvalFolder:
         """Content of evaluation.json.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: it cannot be read, or does not hold an evaluation's record.
         """
         try:
-            return json.loads((self.path / RECORD).read_text(encoding="utf-8"))
+            record = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.path / RECORD} cannot be read: {error}") from error
+        parts = ("about", BASELINE, ADAPTER)
+        if not isinstance(record, dict) or not all(isinstance(record.get(part, {}), dict) for part in parts):
+            raise ConfigError(f"{self.path / RECORD} is not what `sparkrl eval` writes")
+        return record
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Write evaluation.json, whole or not at all."""

@@ -19,7 +19,8 @@ Figures = Mapping[str, Any]
 def figures_of(result: EvalResult) -> dict[str, Any]:
     """An evaluation as flat figures."""
     plain = asdict(result)
-    return {**plain, **plain.pop("extra")}
+    extra = plain.pop("extra")
+    return {**plain, **extra}
 
 
 def figures_of_row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from sparkrl.config.schema import Config
 from sparkrl.errors import CheckpointError, ConfigError, DataError, SparkrlError
@@ -98,8 +99,15 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def config(self) -> dict[str, Any]:
-        """The run's configuration as plain values."""
-        config = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
+        """The run's configuration as plain values.
+
+        Raises:
+            ConfigError: config.yaml cannot be read or holds something else.
+        """
+        try:
+            config = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
+        except (OSError, ValueError, YAMLError) as error:
+            raise ConfigError(f"cannot read the run's configuration {self.path / 'config.yaml'}: {error}") from error
         if not isinstance(config, dict):
             raise ConfigError(f"{self.path / 'config.yaml'} does not hold a configuration")
         return {str(key): value for key, value in config.items()}
@@ -356,6 +364,8 @@ def adapter_folder(folder: Path) -> Path:
     """
     if (folder / "config.yaml").is_file():
         return RunFolder.open(folder).latest_checkpoint()[1]
+    if not folder.is_dir():
+        raise ConfigError(f"no adapter at {folder}: there is no such folder", hint=f"looked from {Path.cwd()}")
     if not (folder / "adapter_config.json").is_file():
         raise ConfigError(
             f"{folder} is neither a PEFT adapter nor a run folder",

@@ -11,7 +11,7 @@ from sparkrl.telemetry.samples import Sample
 
 MAX_FAILURES = 3
 
-NAMESPACES = ("agree", "train", "rollout", "reward", "eval", "time", "perf", "system", "samples", "problems")
+NAMESPACES = ("agree", "train", "correct", "rollout", "reward", "eval", "time", "perf", "system", "samples", "problems")
 """First part of every metric's name; all are drawn over `step`."""
 
 BEST = {

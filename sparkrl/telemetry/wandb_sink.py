@@ -155,7 +155,7 @@ class WandbSink:
         settings = wandb.Settings(
             silent=True, console="off", init_timeout=self._timeout_s, finish_timeout=self._timeout_s
         )
-        with _home(folder):
+        with _environment(folder):
             self._run = wandb.init(**start, mode=self.mode, settings=settings)
         self._run.define_metric("step", hidden=True)
         for namespace in NAMESPACES:
@@ -185,7 +185,8 @@ def _settings() -> Any:
     """W&B's settings, environment and settings files included."""
     import wandb
 
-    return wandb.setup(wandb.Settings(silent=True)).settings
+    with _environment():
+        return wandb.setup(wandb.Settings(silent=True)).settings
 
 
 def _netrc_file() -> Path:
@@ -227,13 +228,21 @@ def _end_service() -> None:
 
 
 @contextmanager
-def _home(folder: Path) -> Iterator[None]:
-    """Without HOME, W&B's own process finds no place for its log, and prints it."""
-    if os.environ.get("HOME") or os.environ.get("XDG_CACHE_HOME"):
-        yield
-        return
-    os.environ["XDG_CACHE_HOME"] = str(folder / "wandb" / "cache")
+def _environment(folder: Path | None = None) -> Iterator[None]:
+    """W&B's variables as it can take them: an empty one (`WANDB_MODE=`) is unset to people and refused by W&B.
+
+    Args:
+        folder: of the run. Without HOME, W&B's own process finds no place for its log, and prints it: it goes here.
+    """
+    empty = [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]
+    for name in empty:
+        del os.environ[name]
+    cache = None
+    if folder is not None and not (os.environ.get("HOME") or os.environ.get("XDG_CACHE_HOME")):
+        os.environ["XDG_CACHE_HOME"] = cache = str(folder / "wandb" / "cache")
     try:
         yield
     finally:
-        del os.environ["XDG_CACHE_HOME"]
+        if cache is not None:
+            del os.environ["XDG_CACHE_HOME"]
+        os.environ.update(dict.fromkeys(empty, ""))

@@ -179,13 +179,16 @@ def test_eval_command_gone_on_with_asks_only_what_is_left(finished: Path, evalua
     before = json.loads((evaluated / "evaluation.json").read_text())
     kept = [row | {"response": "kept"} for row in responses(evaluated)][: 16 * 4 + 10]
     text = "".join(json.dumps(row) + "\n" for row in kept)
-    (evaluated / "responses.jsonl").write_text(text + '{"policy": "adapter", "problem_ui')  # killed in mid-write
+    torn = '{"policy": "adapter", "problem_ui'
+    (evaluated / "responses.jsonl").write_text(text + torn)  # killed in mid-write
     result = sparkrl("eval", *SMALL, "--adapter", str(finished), f"eval.resume={evaluated}")
     assert result.returncode == 0, result.stdout + result.stderr
     now = json.loads((evaluated / "evaluation.json").read_text())
     assert (now["adapter"], now["baseline"]) == (before["adapter"], before["baseline"])
     # Two problems of the adapter had all four answers; the third had two, and was asked again.
-    assert sum(row["response"] != "kept" for row in responses(evaluated)) == 14 * 4
+    lines = (evaluated / "responses.jsonl").read_text().splitlines()
+    assert lines.count(torn) == 1  # left where it is, and nothing was written behind it
+    assert sum(json.loads(line)["response"] != "kept" for line in lines if line != torn) == 14 * 4
 
     other = sparkrl("eval", *SMALL, "k=2", "--adapter", str(finished), f"eval.resume={evaluated}")
     assert other.returncode == 1

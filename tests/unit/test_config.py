@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from sparkrl.cli import main
 from sparkrl.config import load as loading
 from sparkrl.config.load import dump, from_yaml, load
 from sparkrl.config.schema import Precision
@@ -76,6 +79,16 @@ def test_dump_read_back_is_the_same_configuration(tmp_path: Path) -> None:
         ([*BASE, "trainer.num_workers=300"], "has only 256 responses", "trainer.num_workers"),
         ([*BASE, "recipe_name=../../x"], "`recipe_name` must be letters", None),
         ([*BASE, "cluster=moon"], "no cluster named `moon`; there are:", None),
+        (["recipe=quickstart,dapo_math"], "`recipe` takes one value, got: quickstart,dapo_math", "one run for each"),
+        ([*BASE, "loop.num_steps=3,5"], "`loop.num_steps` takes one value, got: 3,5", "one run for each"),
+        ([*BASE, "seed=range(0,3)"], "`seed` takes one value, got: range(0,3)", "one run for each"),
+        ([*BASE, "lora=[a,b]"], "no lora named `[a,b]`; there are: all_linear, attention_only", None),
+        ([*BASE, "data=null"], "no data named `null`; there are: dapo_math, quickstart", None),
+        ([*BASE, "adapter=here"], "no key `adapter`", "`adapter=` is for `sparkrl eval`"),
+        ([*BASE, "eval.name=../../x"], "`eval.name` must be letters, digits", None),
+        ([*BASE, "run_dir="], "`run_dir` is empty", "leave it out"),
+        ([*BASE, "output_dir="], "`output_dir` is empty", "shell variable"),
+        ([*BASE, "data.path="], "`data.path` is empty", "leave it out"),
     ],
 )
 def test_wrong_override_is_explained(overrides: list[str], message: str, hint: str | None) -> None:
@@ -84,6 +97,48 @@ def test_wrong_override_is_explained(overrides: list[str], message: str, hint: s
     assert message in error.value.message
     if hint is not None:
         assert error.value.hint is not None and hint in error.value.hint
+
+
+def test_evaluation_knows_its_own_keys_among_the_near_ones() -> None:
+    for wrong, hint in (("apdater=x", "did you mean `adapter`?"), ("+adapter=x", "write `adapter=...`")):
+        with pytest.raises(ConfigError) as error:
+            load([*BASE, wrong], trains=False)
+        assert error.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["adapter="], "`adapter` is empty"),
+        (["--adapter", ""], "`adapter` is empty"),
+        (["adapter=a", "--adapter", "b"], "one adapter is evaluated at a time, got: a, b"),
+        (["adapter=a", "adapter=b"], "one adapter is evaluated at a time, got: a, b"),
+        (["adapter=nowhere"], "no adapter at nowhere: there is no such folder"),
+        (["eval.resume=nowhere"], "no evaluation at nowhere: there is no such folder"),
+    ],
+)
+def test_wrong_folder_of_an_evaluation_is_explained(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", *BASE, *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_configuration_of_an_evaluation_is_printed_without_model_or_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "recipe=aime2024", "k=4", "adapter=nowhere", "--print-config"]) == 0
+    printed = OmegaConf.create(capsys.readouterr().out)
+    assert (printed.eval.k, printed.eval.path, printed.cluster.num_gpus) == (4, "data/aime2024.parquet", 4)
+
+
+def test_full_disk_behind_the_output_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - closing it raises once more
+    monkeypatch.setattr("sys.stdout", full)
+    assert main(["train", *BASE, "--print-config"]) == 1
+    assert "error: [Errno 28] No space left on device" in capsys.readouterr().err
+    with suppress(OSError):
+        full.close()
 
 
 def test_every_yaml_file_states_known_keys_only() -> None:

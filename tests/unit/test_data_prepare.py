@@ -172,6 +172,8 @@ def test_broken_sources_are_explained_and_an_older_file_is_kept(tmp_path: Path, 
     assert out.read_text() == "older"
     assert main(["data", "prepare", "moon", "--out", str(out)]) == 1
     assert "no data set named `moon`; there are: dapo_math, aime2024, aime2025" in capsys.readouterr().err
+    assert main(["data", "prepare", "aime24", "--out", str(out)]) == 1
+    assert "did you mean `aime2024`?" in capsys.readouterr().err
     assert main(["data", "prepare", "dapo_math", "--out", str(tmp_path / "x.csv")]) == 1
     assert "must end in .parquet" in capsys.readouterr().err
 

@@ -11,6 +11,7 @@ from sparkrl.config.load import load
 from sparkrl.config.schema import Config
 from sparkrl.errors import AdapterError, ConfigError
 from sparkrl.loop.evaluate import read_adapter
+from sparkrl.loop.placement import check_possible
 from sparkrl.loop.preflight import check_adapter
 from sparkrl.lora.peft_format import pack, save_adapter
 from sparkrl.types import Adapter
@@ -69,3 +70,13 @@ def test_training_with_an_evaluation_recipe_says_what_it_is_for() -> None:
     with pytest.raises(ConfigError, match=r"no value for `data\.path`") as error:
         load(["recipe=aime2024"])
     assert error.value.hint is not None and "sparkrl eval" in error.value.hint
+
+
+def test_servers_that_an_empty_cluster_cannot_hold_are_refused_with_their_number() -> None:
+    nodes = [{"GPU": 8.0, "CPU": 64.0}, {"GPU": 6.0, "CPU": 64.0}, {"CPU": 64.0}]  # 2 and 1 servers of 4 GPUs, none
+    check_possible(nodes, {"GPU": 4, "CPU": 1}, 3)
+    with pytest.raises(ConfigError, match=r"`rollout\.num_replicas` is 4, but .* holds 3 servers of 4 GPU") as error:
+        check_possible(nodes, {"GPU": 4, "CPU": 1}, 4)
+    assert error.value.hint is not None and "rollout.num_replicas=3" in error.value.hint
+    with pytest.raises(ConfigError, match=r"takes 16 GPU and 1 CPU on one node, .* has 8 GPU and 64 CPU"):
+        check_possible(nodes, {"GPU": 16, "CPU": 1}, 1)

@@ -323,6 +323,11 @@ def test_targets_of_the_adapter_change_its_parameters() -> None:
         ('{"model_type": "llama"}', "unknown model family"),
         ('{"model_type": "muse_spark_text", "num_hidden_layers": 0}', "`num_hidden_layers` must be a positive"),
         ('{"model_type": "muse_spark_text", "num_hidden_layers": 2, "layer_types": ["x"]}', "1 entries for 2 layers"),
+        ('{"model_type": "muse_spark_text", "num_hidden_layers": 2, "layer_types": 3}', "`layer_types` must be a list"),
+        ('{"model_type": "muse_spark", "text_config": "x"}', "`text_config` must be an object, got: 'x'"),
+        ('{"model_type": "qwen3_moe", "quantization_config": []}', "`quantization_config` must be an object"),
+        ('{"model_type": "qwen3_moe", "num_hidden_layers": 2, "mlp_only_layers": 1}', "`mlp_only_layers` must be a"),
+        ('{"model_type": "qwen3_moe", "num_hidden_layers": 2, "decoder_sparse_step": 0}', "must be a positive"),
     ],
 )
 def test_broken_config_json_is_explained(content: str, message: str, tmp_path: Path) -> None:

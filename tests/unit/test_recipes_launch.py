@@ -95,6 +95,9 @@ def test_figures_of_the_readme_are_the_plans(name: str) -> None:
     assert f"| routes | {plan.replay['bytes_per_token']} bytes a token |" in text
     swap = plan.adapter["bytes_per_swap"] / 1e9
     assert f"{swap:.2f} GB in bfloat16 every swap" in text or f"{swap:.1f} GB in bfloat16 every swap" in text
+    tables = plan.parameters["embedding"] + plan.parameters["head"]
+    for found in re.findall(r"([\d.]+)B with both tables", text):
+        assert float(found) == round((plan.active_parameters + tables) / 1e9, len(found.partition(".")[2]))
 
 
 @pytest.mark.parametrize("row", ["algorithm=dapo", "reward.rule=math_verify reward.timeout_s=3", "eval=aime2025"])

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from sparkrl.config.load import from_yaml
 from sparkrl.config.schema import Config
 from sparkrl.errors import ConfigError, SparkrlError
 from sparkrl.telemetry import (
@@ -18,6 +19,7 @@ from sparkrl.telemetry import (
     EvalFolder,
     RunFolder,
     build_eval_report,
+    figures_of,
     figures_table,
     gain_text,
     is_evaluation,
@@ -25,7 +27,7 @@ from sparkrl.telemetry import (
     problem_table,
     write_problems,
 )
-from sparkrl.types import Answer
+from sparkrl.types import Answer, EvalResult
 
 EVIL = "</td><script>alert('x')</script> {{js}} [red]not markup[/red]"
 FIGURES = {
@@ -133,12 +135,35 @@ def test_folder_finds_answers_again_by_policy_after_a_kill_in_mid_write(cfg: Con
     assert again.answers(ADAPTER) == (answers("a", ["4", "4"]), answers("b", ["4", "5"]))
 
 
+def test_figures_of_an_evaluation_stand_in_its_record_once() -> None:
+    fields = {name: value for name, value in FIGURES.items() if name not in ("maj_at_k", "extraction_failures")}
+    extra = {name: FIGURES[name] for name in ("maj_at_k", "extraction_failures")}
+    assert figures_of(EvalResult(name="tiny", step=3, **fields, extra=extra)) == {"name": "tiny", "step": 3, **FIGURES}
+
+
 def test_folder_of_another_evaluation_is_refused(cfg: Config, tmp_path: Path) -> None:
     folder = EvalFolder.create(cfg, {"k": 2, "adapter_checksum": "ab"})
     with pytest.raises(ConfigError, match="`adapter_checksum` is cd, the evaluation was started with ab"):
         EvalFolder.open(folder.path, {"k": 2, "adapter_checksum": "cd"})
     with pytest.raises(ConfigError, match="is not the folder of an evaluation"):
         EvalFolder.open(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"about": 3}', '{"about": {}, "adapter": []}', "{"])
+def test_broken_record_is_named(cfg: Config, content: str) -> None:
+    folder = EvalFolder.create(cfg, {"k": 2})
+    (folder.path / "evaluation.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"evaluation\.json (is not what `sparkrl eval` writes|cannot be read)"):
+        build_eval_report(folder.path)
+
+
+@pytest.mark.parametrize("content", [": [", "a: b: c", "\x00"])
+def test_broken_configuration_of_a_run_is_named(cfg: Config, content: str) -> None:
+    run = RunFolder.create(cfg)
+    (run.path / "config.yaml").write_text(content)
+    for read in (run.config, lambda: from_yaml(run.path / "config.yaml")):
+        with pytest.raises(ConfigError, match=r"cannot read the run's configuration .*config\.yaml"):
+            read()
 
 
 def test_full_disk_is_explained_and_what_was_answered_stays(cfg: Config) -> None:

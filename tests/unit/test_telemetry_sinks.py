@@ -178,6 +178,8 @@ def test_dashboard_names_only_metrics_that_are_documented() -> None:
     text = (ROOT / "docs/metrics.md").read_text()
     cells = re.findall(r"^\| (`.*?) \|", text, re.M)
     documented = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    namespaces = {name.partition("/")[0] for name in documented if re.fullmatch(r"[a-z]+/\w+", name)}
+    assert "correct" in namespaces and namespaces <= set(NAMESPACES)
     panels = [panel for section in load_dashboard()["sections"] for panel in section["panels"]]
     shown = {name for panel in panels for name in panel["metrics"]}
     assert shown <= documented, shown - documented
@@ -291,6 +293,16 @@ def test_wandb_online_without_a_key_neither_asks_for_one_nor_stops(tmp_path: Pat
     _, errors = program.finish()
     assert "W&B is not reached: there is no key" in errors
     assert program.steps() == 51
+
+
+def test_empty_wandb_variables_count_as_unset(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg.telemetry.wandb = WandbMode.auto
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"):
+        monkeypatch.setenv(name, "")
+    run = RunFolder.create(cfg)
+    assert "(W&B offline)" in record(cfg, run, range(1, 2))
+    assert {row["step"] for row in history(run.path)} == {0, 1}
+    assert os.environ["WANDB_MODE"] == ""
 
 
 def test_wandb_without_a_home_folder_prints_nothing(tmp_path: Path) -> None:

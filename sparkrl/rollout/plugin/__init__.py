@@ -4,10 +4,10 @@ vLLM calls `register` in every process it starts (entry point `vllm.general_plug
 only logged by vLLM, which then goes on without it; so the engine asks the worker for `report` at start and refuses to
 serve when anything is missing.
 
-On CPU, with the versions of `versions.py`: the model class, the checkpoint loader, and three patches
-(`route_capture`, `seeded_sampling`, `punica`). Expert LoRA needs no patch (`experts.py` subclasses at vLLM's own
-extension points), and neither do in-memory adapters (`worker.py` fills vLLM's adapter manager). On CUDA vLLM serves
-Muse Spark itself, and `cuda/` adds the adapters.
+On CPU, with the versions of `versions.py`: the model classes, the checkpoint loader, and four patches
+(`route_capture`, `seeded_sampling`, `punica`, `whole_outputs`). Expert LoRA needs no patch (`experts.py` subclasses at
+vLLM's own extension points), and neither do in-memory adapters (`worker.py` writes into vLLM's stacked buffers). On
+CUDA vLLM serves Muse Spark itself, and `cuda/` adds the adapters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from sparkrl.errors import VersionError
 from sparkrl.rollout.plugin import cuda
 
-PATCHES = ("route_capture", "seeded_sampling", "punica")
+PATCHES = ("route_capture", "seeded_sampling", "punica", "whole_outputs")
 """On CPU; those on CUDA are `cuda.PATCHES`."""
 _state: dict[str, str | None] = {"error": None, "registered": None}
 
@@ -42,7 +42,7 @@ def register() -> None:
 def _register_cpu() -> None:
     from vllm import ModelRegistry
 
-    from sparkrl.rollout.plugin import punica, route_capture, seeded_sampling
+    from sparkrl.rollout.plugin import punica, route_capture, seeded_sampling, whole_outputs
     from sparkrl.rollout.plugin.hf_config import CPU_CLASSES
 
     # By name: importing a model here would pull vLLM's layers into processes that never build it.
@@ -53,6 +53,7 @@ def _register_cpu() -> None:
     route_capture.apply()
     seeded_sampling.apply()
     punica.apply()
+    whole_outputs.apply()
 
 
 def report() -> dict[str, Any]:
@@ -75,11 +76,12 @@ def report() -> dict[str, Any]:
     if _state["registered"] == "cuda":
         found.update(cuda.report())
     elif _state["registered"] == "cpu":
-        from sparkrl.rollout.plugin import punica, route_capture, seeded_sampling
+        from sparkrl.rollout.plugin import punica, route_capture, seeded_sampling, whole_outputs
 
         found.update(
             route_capture=route_capture.is_applied(),
             seeded_sampling=seeded_sampling.is_applied(),
             punica=punica.is_applied(),
+            whole_outputs=whole_outputs.is_applied(),
         )
     return found
