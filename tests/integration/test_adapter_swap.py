@@ -71,7 +71,7 @@ def assert_close(groups, others):
     for one, other in zip(groups, others, strict=True):
         for a, b in zip(one.responses, other.responses, strict=True):
             np.testing.assert_array_equal(a.token_ids, b.token_ids)
-            # requests meet other neighbours in a batch, so sums are rounded otherwise; another version is off by far more
+            # batches differ, so sums are rounded otherwise; another version is off by far more
             np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
 
 
