@@ -51,9 +51,9 @@ def rows(run: Path, kind: str) -> list[dict]:
 
 
 def curve(run: Path) -> list[dict]:
-    """Everything a step reports but times, speeds and memory."""
+    """Everything a step reports but times, speeds, and the machine's load, memory and disk."""
     return [
-        {name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))}
+        {name: value for name, value in row.items() if not name.startswith(("time/", "perf/", "system/"))}
         for row in rows(run, "train") + rows(run, "eval")
     ]
 
