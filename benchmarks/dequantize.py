@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.figures import Figure
-from benchmarks.timing import medians
+from benchmarks.timing import medians, threads
 from sparkrl.quant.checkpoint import CheckpointReader, write_checkpoint
 from sparkrl.quant.convert import dequantize_checkpoint
 from sparkrl.quant.nvfp4 import dequantize, quantize
@@ -33,13 +33,9 @@ _TENSOR = "model.language_model.layers.1.mlp.experts.down_proj"
 
 
 def run() -> list[Figure]:
-    """Measure both, and put the number of threads back."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
+    """Measure both."""
+    with threads(THREADS):
         return _measure()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _measure() -> list[Figure]:

@@ -50,21 +50,6 @@ def spec(folder: Path, *, max_num_seqs: int = SPEED_SEQUENCES) -> ServerSpec:
     )
 
 
-def prompts(num: int, vocabulary: int) -> list[Problem]:
-    """Random prompts of `PROMPT` tokens."""
-    random = np.random.default_rng(1)
-    return [
-        Problem(
-            uid=f"r{i}",
-            messages=(),
-            answer="",
-            data_source="random",
-            prompt_ids=random.integers(2, vocabulary, PROMPT, dtype=np.int32),
-        )
-        for i in range(num)
-    ]
-
-
 def agreement(reference: gpu_model.Reference, groups: list[Group]) -> dict[str, float]:
     """k3 and size of the difference between served and reference log-probs, nats, with and without replayed routes.
 
@@ -133,7 +118,7 @@ async def measure(folder: Path, fields: dict[str, Any], *, with_speed: bool) -> 
     server = RolloutServer(spec(folder))
     out: dict[str, Any] = {"start": await server.start()}
     try:
-        few, many = (prompts(n, fields["vocab_size"]) for n in (SEQUENCES, SPEED_SEQUENCES))
+        few, many = (gpu_model.prompts(n, fields["vocab_size"], length=PROMPT) for n in (SEQUENCES, SPEED_SEQUENCES))
         base = await sample(server, few, NEW)
         await server.load_adapter(adapters[0])
         adapted = await sample(server, few, NEW)

@@ -21,7 +21,7 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextMode
 from sparkrl.quant.checkpoint import CheckpointReader, write_checkpoint
 from sparkrl.quant.nvfp4 import quantize
 from sparkrl.rollout.probe import make_adapter
-from sparkrl.types import Adapter
+from sparkrl.types import Adapter, Problem
 
 _PREFIX = "model.language_model."
 
@@ -197,6 +197,21 @@ def adapter(
     )
     rounded = torch.from_numpy(made.buffer.view(np.float32).copy()).bfloat16().float().numpy().view(np.uint8)
     return dataclasses.replace(made, buffer=rounded, checksum=xxhash.xxh3_64_hexdigest(rounded))
+
+
+def prompts(num: int, vocabulary: int, *, length: int) -> list[Problem]:
+    """Random prompts of `length` tokens, equal at every call."""
+    random = np.random.default_rng(1)
+    return [
+        Problem(
+            uid=f"r{i}",
+            messages=(),
+            answer="",
+            data_source="random",
+            prompt_ids=random.integers(2, vocabulary, length, dtype=np.int32),
+        )
+        for i in range(num)
+    ]
 
 
 def gap(reference: Tensor, served: Tensor) -> dict[str, float]:

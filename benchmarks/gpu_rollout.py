@@ -97,21 +97,6 @@ def spec(folder: Path, **settings: Any) -> Case:
     )
 
 
-def prompts(num: int, vocabulary: int) -> list[Problem]:
-    """Random prompts of `PROMPT` tokens."""
-    random = np.random.default_rng(1)
-    return [
-        Problem(
-            uid=f"r{i}",
-            messages=(),
-            answer="",
-            data_source="random",
-            prompt_ids=random.integers(2, vocabulary, PROMPT, dtype=np.int32),
-        )
-        for i in range(num)
-    ]
-
-
 def only_attention(adapter: Adapter) -> Adapter:
     """The part of an adapter that is on attention."""
     kept = tuple(spec for spec in adapter.manifest if ".self_attn." in spec.name)
@@ -249,7 +234,7 @@ async def measure(name: str, folder: Path, fields: dict[str, Any], turn: Path) -
         server._make_engine()
         if adapters:
             await server._load(adapters[0])
-        many = prompts(SEQUENCES, fields["vocab_size"])
+        many = gpu_model.prompts(SEQUENCES, fields["vocab_size"], length=PROMPT)
         await generate(server, many[:8], 4)
         out: dict[str, Any] = {"start_s": time.perf_counter() - began}
         turn.with_suffix(".ready").touch()

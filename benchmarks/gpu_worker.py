@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +15,24 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparkrl.rollout.plugin.worker import WorkerExtension
 
+_ROOT = f"{Path(__file__).resolve().parents[1]}/"
+
 
 def costliest(profiler: cProfile.Profile, count: int = 45) -> list[tuple[str, int, float, float]]:
-    """Name, calls, own seconds and seconds with callees of the functions with the most own time."""
+    """Name, calls, own seconds and seconds with callees of the functions with the most own time.
+
+    Names hold no path of the machine: files are given from the package's or the repository's root on.
+    """
     stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
     rows = [
-        (f"{path.rpartition('site/')[2]}:{line}:{name}", calls, round(own, 4), round(whole, 4))
+        (f"{_short(path)}:{line}:{name}", calls, round(own, 4), round(whole, 4))
         for (path, line, name), (calls, _, own, whole, _) in stats.items()
     ]
     return sorted(rows, key=lambda row: -row[2])[:count]
+
+
+def _short(path: str) -> str:
+    return re.split(r"site/|site-packages/|python3\.\d+/", path)[-1].removeprefix(_ROOT)
 
 
 class MeasuringExtension(WorkerExtension):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MuseSparkTextConfig
 
 from benchmarks.figures import Figure
-from benchmarks.timing import medians
+from benchmarks.timing import medians, threads
 from sparkrl.models.experts import ExpertFactors, run_experts
 from sparkrl.models.muse_spark import Experts
 from sparkrl.quant.nvfp4 import quantize
@@ -34,13 +34,9 @@ _MEMORY = 1 / 3.5
 
 
 def run() -> list[Figure]:
-    """Measure both, and put the number of threads back."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    try:
+    """Measure both."""
+    with threads(THREADS):
         return _measure()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _measure() -> list[Figure]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 
 def medians(calls: Mapping[str, Callable[[], Any]], *, repeats: int, warmup: int = 1) -> dict[str, float]:
@@ -22,3 +25,14 @@ def medians(calls: Mapping[str, Callable[[], Any]], *, repeats: int, warmup: int
             if turn >= warmup:
                 seconds[name].append(time.perf_counter() - began)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run a block with so many torch threads, and put the number back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

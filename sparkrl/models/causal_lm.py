@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import ModelOutput
 
 from sparkrl.models.head import soft_cap, token_log_probs
@@ -63,6 +65,18 @@ class Head(nn.Linear):
             entropy_grad=entropy_grad,
         )
         return log_probs.view(targets.shape), None if entropy is None else entropy.view(targets.shape)
+
+
+def places(
+    input_ids: Tensor, config: PreTrainedConfig, past: Cache | None, position_ids: Tensor | None, use_cache: bool | None
+) -> tuple[Tensor, Cache | None]:
+    """Positions of the tokens, int64 [1, S] behind what the cache has seen unless they are given, and the cache."""
+    if use_cache and past is None:
+        past = DynamicCache(config=config)
+    if position_ids is None:
+        seen = past.get_seq_length() if past is not None else 0
+        position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + seen).unsqueeze(0)
+    return position_ids, past
 
 
 class CausalLM:

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MuseSparkTextConfig
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.muse_spark import modeling_muse_spark as hf
 
-from sparkrl.models.causal_lm import CausalLM, Head
+from sparkrl.models.causal_lm import CausalLM, Head, places
 from sparkrl.models.experts import RoutedExperts
 from sparkrl.models.muse_spark_config import check_config
 from sparkrl.models.packing import PackedRows, packed_attention
@@ -224,11 +224,7 @@ class MuseSparkTextDecoder(hf.MuseSparkPreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         hidden_states = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + seen).unsqueeze(0)
+        position_ids, past_key_values = places(input_ids, self.config, past_key_values, position_ids, use_cache)
         packed, masks = None, {}
         kinds, thetas = self.config.layer_types or [], self.config.layer_rope_theta or []
         if input_ids.shape[0] == 1 and attention_mask is None and past_key_values is None and self._attends_densely:

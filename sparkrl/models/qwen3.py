@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3MoeConfig
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3 as hf
 
-from sparkrl.models.causal_lm import CausalLM, Head
+from sparkrl.models.causal_lm import CausalLM, Head, places
 from sparkrl.models.packing import PackedRows, packed_attention
 from sparkrl.models.qwen3_moe import MoE, is_sparse
 
@@ -145,11 +145,7 @@ class Decoder(_Qwen3):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         hidden_states = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = (torch.arange(input_ids.shape[1], device=input_ids.device) + seen).unsqueeze(0)
+        position_ids, past_key_values = places(input_ids, self.config, past_key_values, position_ids, use_cache)
         packed, mask = None, None
         # the variable-length kernels read the boundaries from position_ids themselves
         masked = self.config._attn_implementation in ("sdpa", "eager")
