@@ -293,7 +293,7 @@ def test_reader_shape_against_config_is_checked(folder):
 
 
 @pytest.mark.parametrize(("suffix", "index"), [("_weight_scale", (2, 5, 1)), ("_weight_scale_2", (2, 1))])
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_rows_bad_scale_value_is_refused_where_it_is_read(folder, suffix, index, value):
     def change(tensors):
         tensors[MIDDLE + "gate_up_proj" + suffix][index] = value
