@@ -292,8 +292,13 @@ def test_reader_shape_against_config_is_checked(folder):
         CheckpointReader(folder)
 
 
-@pytest.mark.parametrize(("suffix", "index"), [("_weight_scale", (2, 5, 1)), ("_weight_scale_2", (2, 1))])
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("suffix", "index", "value"),
+    [
+        *(("_weight_scale", (2, 5, 1), value) for value in (0.0, -1.0, float("nan"))),  # e4m3 has no infinity
+        *(("_weight_scale_2", (2, 1), value) for value in (0.0, -1.0, float("nan"), float("inf"))),
+    ],
+)
 def test_rows_bad_scale_value_is_refused_where_it_is_read(folder, suffix, index, value):
     def change(tensors):
         tensors[MIDDLE + "gate_up_proj" + suffix][index] = value
