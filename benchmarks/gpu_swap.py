@@ -1,4 +1,5 @@
-"""The adapter's way from a trainer rank to vLLM's buffers on one GPU, stage by stage, without an engine around it.
+"""The adapter's way from a trainer rank to vLLM's buffers on one GPU, without an engine around it: two processes, once
+through pinned shared memory and once through the GPU's own memory (CUDA IPC).
 
 The buffers are those of 14 layers of Muse Spark with 128 experts, all filled by a rank-32 adapter of 144M numbers
 (275 MiB in BF16). Run as `python -m benchmarks.gpu_swap --out F`; `--device cpu --small` only shows that it runs.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
@@ -21,15 +23,20 @@ import torch
 from torch import Tensor, nn
 from vllm.lora.layers import FusedMoEWithLoRA
 
+from sparkrl.errors import AdapterError
+from sparkrl.lora.device_memory import DeviceOutbox
 from sparkrl.lora.shared_memory import Inbox, Outbox
-from sparkrl.lora.wire import PartWriter, block_checksum, summing_threads
-from sparkrl.rollout.plugin.cuda.swap import DeviceCopier
+from sparkrl.lora.threads import thread_count
+from sparkrl.lora.wire import PartWriter
+from sparkrl.rollout.plugin.cuda.swap import GpuIntake, SharedIntake
 from sparkrl.rollout.plugin.loading import AdapterLoader
+from sparkrl.types import AdapterPart, SharedMemory
 
 RANK, ALPHA = 32, 64
 LARGE = {"layers": 14, "hidden": 1024, "latent": 512, "inner": 512, "experts": 128, "head_dim": 64}
 SMALL = {"layers": 2, "hidden": 64, "latent": 32, "inner": 48, "experts": 4, "head_dim": 16}
 REPEATS = 12
+_ANSWER_S = 60
 _AT = "base_model.model.model.language_model.layers"
 
 
@@ -151,83 +158,119 @@ def wrong_buffers(manager: Any, factors: dict[str, Tensor], dtype: str) -> list[
     return wrong
 
 
+CONFIG = {"r": RANK, "lora_alpha": ALPHA, "target_modules": [], "peft_type": "LORA"}
+
+
+def trainer(pipe: Any, shape: dict[str, int], dtype: str, device: str, transport: str) -> None:
+    """A trainer rank in a process of its own, until it is killed: for every seed that it is sent it publishes other
+    numbers, a few times over, and sends back the median milliseconds and the part."""
+    seed, mapped = pipe.recv(), transport == "cuda_ipc"
+    factors = make_factors(shape, device, seed)
+    writer = PartWriter({name: (value, 0, len(value)) for name, value in factors.items()}, CONFIG, dtype)
+    box = DeviceOutbox(torch.device(device)) if mapped else Outbox("benchmark", pinned=device == "cuda")
+    room: Any = box.room(writer.num_bytes)
+    write: Any = writer.write_on_device if mapped else writer.write
+    while True:
+        sent = []
+        pipe.send((timed(lambda: sent.append(write(room, memory=box.handle())), device), sent[-1]))  # noqa: B023
+        for name, value in make_factors(shape, device, pipe.recv()).items():
+            factors[name].copy_(value)
+
+
+def timed(call: Callable[[], Any], device: str) -> float:
+    """Milliseconds of a call and of what it leaves to the GPU, median after the first of `REPEATS`."""
+    times = []
+    for _ in range(REPEATS):
+        wait(device)
+        began = time.perf_counter()
+        call()
+        wait(device)
+        times.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(times[1:])
+
+
+def wait(device: str) -> None:
+    """Until the GPU is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def measure(device: str = "cuda", shape: dict[str, int] | None = None) -> dict[str, Any]:
-    """All figures, times in milliseconds, medians after the first of `REPEATS` calls.
+    """All figures by type and transport; see `measure_one`."""
+    shape = LARGE if shape is None else shape
+    transports = ("shared_memory", "cuda_ipc") if device == "cuda" else ("shared_memory",)
+    cases, forked = [], multiprocessing.get_context("fork")
+    for dtype in ("bfloat16", "float32"):
+        for transport in transports:  # all begin before this process has touched the GPU
+            here, there = multiprocessing.Pipe()
+            process = forked.Process(target=trainer, args=(there, shape, dtype, device, transport), daemon=True)
+            process.start()
+            cases.append((dtype, transport, here, process))
+    found = {f"{dtype} {transport}": measure_one(device, shape, dtype, *rest) for dtype, transport, *rest in cases}
+    return {"shape": shape, "threads": thread_count(1 << 40), **found}
+
+
+def measure_one(device: str, shape: dict[str, int], dtype: str, pipe: Any, process: Any) -> dict[str, Any]:
+    """Times in milliseconds, medians; the trainer's side runs in a process of its own.
 
     Returns:
-        For each type on the wire: `mib`, `publish` (the trainer's side, parameters on the GPU), `first_load` (pins the
-        memory and plans the copies), `load` (everything that a server's worker does), `plain_load` (where gate and up
-        scales agree, as in BF16), `bus_copy`, `checksums_one_thread`,
-        `device_copy` (of the buffers' bytes), their ratios, and `wrong_buffers`.
+        `mib`, `publish` (the trainer's side), `first_load` (maps the memory and plans the copies), `load` (everything
+        that a server's worker does), `copies` (what of it puts the bytes in place), `plain_load` (where gate and up
+        scales agree, as in BF16), `device_copy` (of the buffers' bytes), `bus_copy` of the shared memory, ratios,
+        `wrong_buffers`, and `dead_writer`: what a load says once the trainer has been killed.
     """
-    shape = LARGE if shape is None else shape
-    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": [], "peft_type": "LORA"}
-    out: dict[str, Any] = {"shape": shape, "summing_threads": summing_threads()}
-    pinned = device == "cuda"
+    torch_device, numbers = torch.device(device), iter(range(1, 1000))
+    manager = make_manager(shape, device)
 
-    def wait() -> None:
-        if pinned:
-            torch.cuda.synchronize()
+    def publish(seed: int) -> tuple[float, list[AdapterPart]]:
+        pipe.send(seed)
+        if not pipe.poll(_ANSWER_S):
+            raise RuntimeError(f"the trainer's process did not answer within {_ANSWER_S} s")
+        milliseconds, part = pipe.recv()
+        return milliseconds, [part]
 
-    def timed(call: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(REPEATS):
-            wait()
-            began = time.perf_counter()
-            call()
-            wait()
-            times.append(time.perf_counter() - began)
-        return 1e3 * statistics.median(times[1:])
+    intake = GpuIntake(torch_device) if device == "cuda" else SharedIntake(torch_device)
+    loader = AdapterLoader(manager, worker=0, num_workers=1, intake=intake, ratio_of=lambda module: module.ratio_E)
 
-    for dtype in ("bfloat16", "float32"):
-        manager, outbox = make_manager(shape, device), Outbox("benchmark", pinned=pinned)
-        factors = make_factors(shape, device, seed=0)
-        writer = PartWriter({name: (value, 0, len(value)) for name, value in factors.items()}, config, dtype)
-        target = outbox.room(writer.num_bytes)
-        found: dict[str, Any] = {"mib": writer.num_bytes / 2**20, "tensors": len(writer.manifest)}
-        found["publish"] = timed(lambda: writer.write(target, memory=outbox.handle()))  # noqa: B023
-        part = writer.write(target, memory=outbox.handle())
-        inbox = Inbox(pinned=pinned)
-        copier, numbers = DeviceCopier(torch.device(device)), iter(range(1, 1000))
+    def load() -> None:
+        loader.load(0, next(numbers), parts, CONFIG, scaled=True)
 
-        def loader(ratio_of: Callable[[Any], Tensor | None]) -> Callable[[], None]:
-            made = AdapterLoader(
-                manager,  # noqa: B023
-                worker=0,
-                num_workers=1,
-                copy=copier,  # noqa: B023
-                ratio_of=ratio_of,
-                inbox=inbox,  # noqa: B023
-                num_threads=summing_threads(),
-            )
-            return lambda: made.load(0, next(numbers), [part], config, scaled=True)  # noqa: B023
-
-        with_ratio = loader(lambda module: module.ratio_E)
-        began = time.perf_counter()
-        with_ratio()
-        found["first_load"] = 1e3 * (time.perf_counter() - began)
-        found["load"] = timed(with_ratio)
-        factors_now = make_factors(shape, device, seed=1)
-        for name, value in factors.items():
-            value.copy_(factors_now[name])
-        part = writer.write(target, memory=outbox.handle())
-        with_ratio()
-        found["wrong_buffers"] = wrong_buffers(manager, factors, dtype)
-        found["plain_load"] = timed(loader(lambda module: None))
-        raw = torch.from_numpy(target)
+    found: dict[str, Any] = {}
+    found["publish"], parts = publish(0)
+    found["mib"], found["tensors"] = parts[0].num_bytes / 2**20, len(parts[0].manifest)
+    began = time.perf_counter()
+    load()
+    found["first_load"] = 1e3 * (time.perf_counter() - began)
+    found["load"] = timed(load, device)
+    _, moves, _ = loader._planned[0]
+    found["copies"] = timed(lambda: intake.take(moves, parts, []), device)
+    _, parts = publish(1)
+    load()
+    found["wrong_buffers"] = wrong_buffers(manager, make_factors(shape, device, seed=1), dtype)
+    loader = AdapterLoader(manager, worker=0, num_workers=1, intake=intake)
+    found["plain_load"] = timed(load, device)
+    against = ["device_copy"]
+    one = torch.empty(parts[0].num_bytes * (2 if dtype == "bfloat16" else 1) // 2, dtype=torch.uint8, device=device)
+    other = torch.empty_like(one)
+    found["device_copy"] = timed(lambda: one.copy_(other), device)
+    if isinstance(parts[0].memory, SharedMemory):
+        inbox = Inbox(pinned=device == "cuda")
+        raw = torch.from_numpy(inbox.open(parts[0].memory))
         on_device = torch.empty_like(raw, device=device)
-        found["bus_copy"] = timed(lambda: on_device.copy_(raw, non_blocking=True))  # noqa: B023
-        buffers = torch.empty(writer.num_bytes * (2 if dtype == "bfloat16" else 1) // 2, dtype=torch.uint8)
-        one, other = buffers.to(device), buffers.to(device)
-        found["device_copy"] = timed(lambda: one.copy_(other))  # noqa: B023
-        found["checksums_one_thread"] = timed(lambda: block_checksum(target))  # noqa: B023
-        for name in ("load", "plain_load", "publish"):
-            found[f"{name}_over_device_copy"] = found[name] / found["device_copy"]
-            found[f"{name}_over_bus_copy"] = found[name] / found["bus_copy"]
-        out[dtype] = found
+        found["bus_copy"] = timed(lambda: on_device.copy_(raw, non_blocking=True), device)
         inbox.keep([])
-        outbox.close()
-    return out
+        against.append("bus_copy")
+    for name in ("load", "plain_load", "publish"):
+        found |= {f"{name}_over_{other_name}": found[name] / found[other_name] for other_name in against}
+    process.kill()
+    process.join()
+    try:
+        load()
+        found["dead_writer"] = "served"  # shared memory outlives its writer
+    except AdapterError as error:
+        found["dead_writer"] = error.message
+    intake.open([])
+    return found
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ NAME = "swap"
 WIDE = {"layers": 18, "hidden": 256, "latent": 256, "inner": 128, "experts": 256, "top_k": 8}
 SIZES = (
     "quickstart: 6.8 MB fp32 in 176 tensors, fp32 server; wide: 544 MB fp32 (18 layers of 256 experts), bf16 server; "
-    "one thread copies and, of the wide one, another sums up"
+    "of the wide one each core copies and sums up, a block after the other"
 )
 
 

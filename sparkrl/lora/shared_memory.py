@@ -8,6 +8,7 @@ back and taking fresh ones costs five times the copy itself.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import sys
@@ -19,7 +20,8 @@ import numpy as np
 import torch
 
 from sparkrl.errors import AdapterError
-from sparkrl.types import SharedMemory
+from sparkrl.lora.device_memory import forget_error
+from sparkrl.types import AdapterPart, SharedMemory
 
 _SPARE_BYTES = 256 << 20
 """Memory that must be left on the machine beside the adapter."""
@@ -28,6 +30,7 @@ _SPARE_BYTES = 256 << 20
 def pin(memory: np.ndarray) -> None:
     """Let a GPU reach memory directly; without that copies go through the driver's own staging."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)):
+        forget_error()
         warnings.warn("the adapter's memory could not be pinned; swaps take longer", stacklevel=2)
 
 
@@ -83,10 +86,12 @@ class Outbox:
         found = available_bytes()
         if num_bytes + _SPARE_BYTES > found:
             raise _no_room(num_bytes, f"the machine has {found / 2**30:.2f} GiB left")
-        self._fd = os.memfd_create(f"sparkrl-{self._label}", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create(f"sparkrl-{self._label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # takes the pages now: later, a machine without memory would kill the process instead
             os.posix_fallocate(self._fd, 0, num_bytes)
+            # nobody can cut it short: a reader that touched what is gone would be killed
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             return np.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=np.uint8)
         except OSError as error:
             self.close()
@@ -117,8 +122,14 @@ class Inbox:
             try:
                 fd = os.open(path, os.O_RDWR if self._pinned else os.O_RDONLY)
                 try:
-                    if os.fstat(fd).st_ino != memory.inode:
+                    found = os.fstat(fd)
+                    if found.st_ino != memory.inode:
                         raise AdapterError(f"process {memory.pid} let go of the adapter's memory before it was read")
+                    if found.st_size < memory.num_bytes:
+                        raise AdapterError(
+                            f"the adapter's memory in process {memory.pid} has {found.st_size} bytes, expected "
+                            f"{memory.num_bytes}"
+                        )
                     mapping = mmap.mmap(fd, memory.num_bytes, access=access)
                 finally:
                     os.close(fd)
@@ -132,6 +143,23 @@ class Inbox:
             if self._pinned:
                 pin(self._mapped[key])
         return self._mapped[key]
+
+    def open_all(self, parts: Iterable[AdapterPart]) -> list[np.ndarray]:
+        """The memory of each part; every other one is forgotten.
+
+        Raises:
+            AdapterError: see `open`.
+        """
+        memories = []
+        for part in parts:
+            if not isinstance(part.memory, SharedMemory):
+                raise AdapterError(
+                    "the adapter was left on a GPU, which a server on CPU cannot read",
+                    hint="choose `rollout.adapter_transport=shared_memory`",
+                )
+            memories.append(part.memory)
+        self.keep(memories)
+        return [self.open(memory) for memory in memories]
 
     def keep(self, memories: Iterable[SharedMemory]) -> None:
         """Forget every other memory, so that it is freed once its writer lets go of it too."""

@@ -21,10 +21,14 @@ from sparkrl.trainer.batch import Row, Totals, num_fed, plan
 from sparkrl.trainer.correction import correction_metrics
 from sparkrl.trainer.metrics import agreement, ratio
 from sparkrl.trainer.worker import RankResult, TrainerWorker
-from sparkrl.types import Adapter, SharedAdapter, TrainBatch, TrainResult, TrainSequence
+from sparkrl.types import AdapterPart, SharedAdapter, TrainBatch, TrainResult, TrainSequence
 
+_COMPILER = ("torch._dynamo", "torch._inductor")
+"""Modules whose errors are those of torch.compile."""
 _GRACE_S = 3.0
 """After a rank fails, how long to wait for other ranks' errors before deciding which one is the cause."""
+_STOP_WAIT_S = 10.0
+"""A rank that is asked to end may be in the middle of a step, or compiling."""
 _MAX_SKIPPED = 3
 """Updates in a row that may be skipped for a gradient that is not finite."""
 
@@ -38,6 +42,9 @@ class TrainerGroup:
         self._num_steps = 0
         self._skipped = 0
         self._failure: SparkrlError | None = None
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        self.auto_transport = Transport.shared_memory if len(nodes) == 1 else Transport.object_store
+        """What `rollout.adapter_transport=auto` means here."""
         self._routing: RoutingShape
         self.info: dict[str, Any] = {}
         """Facts about the group: ranks, trainable parameters, bytes read, seconds to start, adapter config."""
@@ -189,17 +196,13 @@ class TrainerGroup:
         """
         transport = self._cfg.rollout.adapter_transport
         if transport is Transport.auto:
-            nodes = [node for node in ray.nodes() if node["Alive"]]
-            transport = Transport.shared_memory if len(nodes) == 1 else Transport.object_store
-        through_store = transport is Transport.object_store
-        limit = self._cfg.trainer.step_timeout_s
-        parts = await self._call("publish", self._everywhere(), limit, through_store=through_store)
+            transport = self.auto_transport
+        parts = await self._call("publish", self._everywhere(transport), self._cfg.trainer.step_timeout_s)
         return gather_parts(parts, self.info["adapter_config"], version)
 
-    async def adapter(self, version: int) -> Adapter:
-        """The current adapter in PEFT's form, float32, gathered on one rank and stamped with `version`."""
-        packed = await self._call("adapter", self._everywhere(version), self._cfg.trainer.step_timeout_s)
-        return packed[0]
+    async def offer_on_device(self) -> list[AdapterPart | str]:
+        """What each rank leaves on its GPU for servers to try, or why it leaves nothing; valid until `publish`."""
+        return await self._call("offer_on_device", self._everywhere(), self._cfg.trainer.step_timeout_s)
 
     async def save(self, folder: str | os.PathLike[str]) -> None:
         """Write stock PEFT files and the optimizer's state into `folder`; files appear complete or not at all."""
@@ -221,8 +224,11 @@ class TrainerGroup:
         """End every rank's process; safe to call twice and after an error."""
         workers, self._workers = self._workers, []
         stopping = [asyncio.ensure_future(_settle(w.stop.remote())) for w in workers if self._failure is None]
-        for call in (await asyncio.wait(stopping, timeout=10))[0] if stopping else ():
+        done, busy = await asyncio.wait(stopping, timeout=_STOP_WAIT_S) if stopping else ((), ())
+        for call in done:
             call.exception()  # a rank that cannot stop by itself any more is killed like the others
+        for call in busy:
+            call.cancel()  # asyncio would print what it raises when its rank is killed
         for worker in workers:
             ray.kill(worker, no_restart=True)
 
@@ -361,7 +367,9 @@ def _root_cause(errors: Sequence[BaseException | None]) -> SparkrlError | None:
             text = f"trainer rank {rank} died: {str(error).strip()}"
             by_kind[1].append(WorkerError(text, hint="exit code 9 usually means out of memory; see the Ray logs"))
         else:
-            by_kind[2].append(WorkerError(f"trainer rank {rank} failed: {type(cause).__name__}: {cause}"))
+            of_compiler = type(cause).__module__.startswith(_COMPILER)
+            hint = "set `trainer.compile=never` to do without torch.compile" if of_compiler else None
+            by_kind[2].append(WorkerError(f"trainer rank {rank} failed: {type(cause).__name__}: {cause}", hint=hint))
     return next((kind[0] for kind in by_kind if kind), None)
 
 

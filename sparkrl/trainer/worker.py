@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparkrl.config.schema import Config, Device
+from sparkrl.config.schema import Config, Device, Transport
+from sparkrl.errors import AdapterError
 from sparkrl.trainer.batch import MicroBatch, Row, Totals, collate
-from sparkrl.types import Adapter, AdapterPart
+from sparkrl.types import AdapterPart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sparkrl.lora.device_memory import DeviceOutbox
     from sparkrl.lora.shared_memory import Outbox
     from sparkrl.lora.wire import PartWriter
 
@@ -59,6 +61,7 @@ class TrainerWorker:
         self._store: Any = None
         self._writer: PartWriter | None = None
         self._outbox: Outbox
+        self._device_outbox: DeviceOutbox
 
     def open_store(self) -> tuple[str, int]:
         """On rank 0: open the rendezvous on a port the system chooses.
@@ -141,19 +144,17 @@ class TrainerWorker:
         self.num_updates += int(np.isfinite(figures["grad_norm"]))
         return self._result(log_probs, entropy, figures)
 
-    def adapter(self, version: int) -> Adapter | None:
-        """The packed adapter on rank 0, None elsewhere."""
-        from sparkrl.lora.peft_format import pack
-        from sparkrl.trainer.checkpoint import gather_adapter
-
-        tensors = gather_adapter(self.engine)
-        return pack(tensors, self.adapter_config, version) if self.rank == 0 else None
-
-    def publish(self, *, through_store: bool) -> AdapterPart:
+    def publish(self, transport: Transport) -> AdapterPart:
         """This rank's part of the adapter, for servers on this machine, or through Ray's object store.
 
         The memory is used again by the next call: every reader must be done with it by then.
+
+        Raises:
+            AdapterError: there is not enough memory, or it cannot be shared.
         """
+        import torch
+
+        from sparkrl.lora.device_memory import DeviceOutbox
         from sparkrl.lora.shared_memory import Outbox
         from sparkrl.lora.wire import PartWriter
         from sparkrl.trainer.loading import local_rows
@@ -163,7 +164,12 @@ class TrainerWorker:
             tensors = {name: (*local_rows(value), value.shape[0]) for name, value in parameters.items()}
             self._writer = PartWriter(tensors, self.adapter_config, self.cfg.rollout.adapter_dtype.value)
             self._outbox = Outbox(f"rank-{self.rank}", pinned=self.device != "cpu")
-        if through_store:
+            self._device_outbox = DeviceOutbox(torch.device(self.device))
+        if transport is Transport.cuda_ipc:
+            room = self._device_outbox.room(self._writer.num_bytes)
+            return self._writer.write_on_device(room, memory=self._device_outbox.handle())
+        self._device_outbox.close()
+        if transport is Transport.object_store:
             import ray
 
             buffer = np.zeros(self._writer.num_bytes, dtype=np.uint8)
@@ -171,6 +177,13 @@ class TrainerWorker:
             return replace(part, buffer=ray.put(buffer))
         target = self._outbox.room(self._writer.num_bytes)
         return self._writer.write(target, memory=self._outbox.handle())
+
+    def offer_on_device(self) -> AdapterPart | str:
+        """What `publish` leaves on the GPU, for servers to try whether they can read it, or why there is nothing."""
+        try:
+            return self.publish(Transport.cuda_ipc)
+        except AdapterError as error:
+            return error.message
 
     def save(self, folder: str, counters: dict[str, int]) -> None:
         """Write adapter and optimizer state; rank 0 writes."""

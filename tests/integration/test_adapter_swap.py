@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import ray
+from training_steps import random_batch, saved_adapter
 
-from sparkrl.config.schema import Config, Precision, Swap, Transport
+from sparkrl.config.schema import Config, Device, Precision, Swap, Transport
 from sparkrl.data import load_problems, load_tokenizer
 from sparkrl.errors import AdapterError
+from sparkrl.loop.transport import settle_transport
 from sparkrl.lora.peft_format import unpack
 from sparkrl.rollout import RolloutPool
 from sparkrl.trainer.group import TrainerGroup
-from sparkrl.types import TrainBatch, TrainSequence
+from sparkrl.types import AdapterPart, DeviceMemory, Sampling
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
-SAMPLING = {"num_responses": 2, "temperature": 1.0, "top_p": 1.0, "max_tokens": 24, "seed": 5}
+SAMPLING = Sampling(num_responses=2, max_tokens=24, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -79,29 +83,13 @@ def assert_close(groups, others):
 def adapters(run, parts, problems):
     """Version 1, from before and version 2, from after a training step, both whole; the ranks then hold version 2."""
     pool, group, _ = parts
-    run(pool.load_adapter(run(group.adapter(0))))
-    groups = run(pool.sample(problems[:4], **SAMPLING))
-
-    def step(seed):
-        random = np.random.default_rng(seed)
-        sequences = tuple(
-            TrainSequence(
-                uid=response.uid,
-                prompt_ids=item.problem.prompt_ids,
-                response_ids=response.token_ids,
-                rollout_log_probs=response.log_probs,
-                routed_experts=response.routed_experts,
-                advantages=np.full(len(response.token_ids), random.standard_normal(), np.float32),
-            )
-            for item in groups
-            for response in item.responses
-        )
-        run(group.step(TrainBatch(sequences=sequences, policy_version=0, temperature=1.0)))
+    run(pool.load_adapter(run(saved_adapter(group))))
+    groups = run(pool.sample(problems[:4], SAMPLING))
 
     found = []
     for version in (1, 2):
-        step(version)
-        found.append(run(group.adapter(version)))
+        run(group.step(random_batch(groups, np.random.default_rng(version))))
+        found.append(run(saved_adapter(group, version)))
     return found
 
 
@@ -110,18 +98,38 @@ def test_published_parts_are_served_as_the_gathered_adapter_is_whichever_way_the
 ):
     pool, group, cfg = parts
     run(pool.load_adapter(adapters[1]))
-    expected = bits(run(pool.sample(problems[:6], **SAMPLING)))
+    expected = bits(run(pool.sample(problems[:6], SAMPLING)))
     for transport in (Transport.shared_memory, Transport.object_store, Transport.auto):
         run(pool.load_adapter(adapters[0]))
-        assert bits(run(pool.sample(problems[:6], **SAMPLING))) != expected
+        assert bits(run(pool.sample(problems[:6], SAMPLING))) != expected
         cfg.rollout.adapter_transport = transport
         shared = run(group.publish(2))
         assert len(shared.parts) == 2
         assert all((part.memory is None) == (transport is Transport.object_store) for part in shared.parts)
         run(pool.load_adapter(shared))
         assert pool.version == 2 and pool.metrics()["rollout/replicas"] == 2
-        assert bits(run(pool.sample(problems[:6], **SAMPLING))) == expected
+        assert bits(run(pool.sample(problems[:6], SAMPLING))) == expected
     assert not [name for name in os.listdir("/dev/shm") if "sparkrl" in name]
+
+
+def test_transport_between_gpus_is_tried_and_where_it_fails_auto_goes_on_and_cuda_ipc_says_why(run, parts):
+    """Ranks and servers of this machine have no GPU, and say so when they are asked to leave the adapter on one."""
+    pool, group, cfg = parts
+    asked = copy.deepcopy(cfg)
+    asked.rollout.adapter_transport = Transport.auto
+    assert run(settle_transport(asked, pool, group)) is None  # nothing to try on CPU
+    asked.cluster.device = Device.cuda
+    warning = run(settle_transport(asked, pool, group))
+    assert re.fullmatch(
+        r"adapters travel through shared_memory, not from GPU to GPU: torch has loaded no CUDA runtime.*", warning
+    )
+    assert group.auto_transport is Transport.shared_memory
+    asked.rollout.adapter_transport = Transport.cuda_ipc
+    with pytest.raises(AdapterError, match="cannot read the adapter from the trainer's GPUs: torch has loaded no CUDA"):
+        run(settle_transport(asked, pool, group))
+    memory = DeviceMemory(host="", pid=1, started=0, device="", handle="", num_bytes=64)
+    left = AdapterPart(manifest=(), num_bytes=64, block_bytes=64, checksums=(0,), memory=memory)
+    assert run(pool.try_on_device([left])) == "the adapter was left on a GPU, which a server on CPU cannot read"
 
 
 def test_each_rank_writes_its_own_rows_and_no_other(run, parts, adapters):
@@ -138,19 +146,19 @@ def test_each_rank_writes_its_own_rows_and_no_other(run, parts, adapters):
 
 def test_requests_in_flight_finish_under_their_version_while_the_next_is_loaded(run, parts, adapters, problems):
     pool, group, _ = parts
-    long = {**SAMPLING, "max_tokens": 80, "num_responses": 4}
+    long = dataclasses.replace(SAMPLING, max_tokens=80, num_responses=4)
     expected = []
     for adapter in adapters:
         run(pool.load_adapter(adapter))
-        expected.append(run(pool.sample(problems[:6], **long)))
+        expected.append(run(pool.sample(problems[:6], long)))
 
     async def overlap():
         await pool.load_adapter(adapters[0])
-        before = asyncio.create_task(pool.sample(problems[:6], **long))
+        before = asyncio.create_task(pool.sample(problems[:6], long))
         await asyncio.sleep(0.2)  # its requests are being decoded by now
         await pool.load_adapter(await group.publish(2))
         loaded_early = not before.done()
-        after = await pool.sample(problems[:6], **long)
+        after = await pool.sample(problems[:6], long)
         return loaded_early, await before, after
 
     loaded_early, before, after = run(overlap())
@@ -164,19 +172,19 @@ def test_requests_in_flight_finish_under_their_version_while_the_next_is_loaded(
 def test_replica_that_does_not_acknowledge_is_taken_out_and_the_others_go_on(run, parts, adapters, problems):
     pool, group, _ = parts
     run(pool.load_adapter(adapters[0]))
-    expected = run(pool.sample(problems[:5], **SAMPLING))
+    expected = run(pool.sample(problems[:5], SAMPLING))
     psutil.Process(pool.info["rollout/replicas"][0]["pid"]).kill()
     run(pool.load_adapter(adapters[0]))
     assert pool.metrics() == {"rollout/replicas": 1.0, "rollout/replicas_lost": 1.0}
     (warning,) = pool.take_warnings()
     assert warning.startswith("replica 0 did not take adapter version 1 and is out: rollout replica 0 died")
     assert warning.endswith("1 of 2 go on") and pool.take_warnings() == []
-    assert_close(run(pool.sample(problems[:5], **SAMPLING)), expected)  # in other batches now
+    assert_close(run(pool.sample(problems[:5], SAMPLING)), expected)  # in other batches now
     shared = run(group.publish(2))
     wrong = dataclasses.replace(shared.parts[1], checksums=(1, *shared.parts[1].checksums[1:]))
     with pytest.raises(AdapterError, match=r"replica 1: rank 0 .* wrong checksum of block 0 in part 1"):
         run(pool.load_adapter(dataclasses.replace(shared, parts=(shared.parts[0], wrong))))
     with pytest.raises(AdapterError, match="no adapter"):
-        run(pool.sample(problems[:5], **SAMPLING))
+        run(pool.sample(problems[:5], SAMPLING))
     run(pool.load_adapter(shared))
-    assert versions(run(pool.sample(problems[:5], **SAMPLING))) == {2}
+    assert versions(run(pool.sample(problems[:5], SAMPLING))) == {2}

@@ -24,17 +24,17 @@ from sparkrl.lora.peft_format import from_peft, pack
 from sparkrl.lora.plan import shard_rows
 from sparkrl.lora.shared_memory import Outbox
 from sparkrl.lora.wire import PartWriter
-from sparkrl.rollout.plugin.cuda.swap import DeviceCopier
-from sparkrl.rollout.plugin.loading import AdapterLoader, HostCopier
+from sparkrl.rollout.plugin.cuda.swap import SharedIntake
+from sparkrl.rollout.plugin.loading import AdapterLoader, HostIntake
 from sparkrl.types import AdapterPart
 
 E, R, RMAX, H, INNER, Q, KV, SLOTS = 8, 3, 4, 12, 8, 16, 8, 2  # KV: two heads of 4
 SCALE = 5 / 3
 AT = "base_model.model.model.layers.0"
-COPIERS = {
-    "host": HostCopier,
-    "device": lambda: DeviceCopier(torch.device("cpu")),
-    "device in pieces": lambda: DeviceCopier(torch.device("cpu"), piece_bytes=1000),
+INTAKES = {
+    "host": HostIntake,
+    "device": lambda: SharedIntake(torch.device("cpu")),
+    "device in pieces": lambda: SharedIntake(torch.device("cpu"), piece_bytes=1000),
 }
 CONFIG = {"r": R, "lora_alpha": 5, "target_modules": [], "peft_type": "LORA"}
 
@@ -132,6 +132,10 @@ def manager(held):
     return made
 
 
+def loader_of(target, **settings):
+    return AdapterLoader(target, **{"worker": 0, "num_workers": 1, "intake": HostIntake(), **settings})
+
+
 def factors(seed=0, *, without=()):
     """An adapter in PEFT's form, B not scaled."""
     random = torch.Generator().manual_seed(seed)
@@ -216,15 +220,15 @@ def assert_same(held, expected):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["3d", "2d"])
-@pytest.mark.parametrize("copy", COPIERS.values(), ids=COPIERS)
+@pytest.mark.parametrize("intake", INTAKES.values(), ids=INTAKES)
 @pytest.mark.parametrize(("ranks", "by_expert"), [(1, False), (2, False), (4, False), (2, True), (4, True)])
-def test_load_fills_every_workers_buffers_as_vllm_does(ranks, by_expert, copy, fused):
+def test_load_fills_every_workers_buffers_as_vllm_does(ranks, by_expert, intake, fused):
     tensors, older = factors(1), factors(2)
     for send in (lambda t: as_parts(t, 1), lambda t: as_parts(t, 3), whole_part):
         for worker in range(ranks):
             held, expected = (modules(worker, ranks, by_expert=by_expert, fused=fused) for _ in range(2))
             target = manager(held)
-            loader = AdapterLoader(target, worker=worker, num_workers=ranks, copy=copy())
+            loader = loader_of(target, intake=intake(), worker=worker, num_workers=ranks)
             for number, sent in ((1, older), (2, tensors)):  # the second one finds its copies planned
                 parts, boxes = send(sent)
                 loader.load(1, number, parts, CONFIG, scaled=send is not whole_part)
@@ -239,7 +243,7 @@ def test_load_of_bfloat16_has_the_bits_of_rounding_in_the_server():
     tensors = factors(1)
     held, expected = modules(0, 1), modules(0, 1)
     parts, boxes = as_parts(tensors, 2, dtype="bfloat16")
-    AdapterLoader(manager(held), worker=0, num_workers=1, copy=HostCopier()).load(0, 1, parts, CONFIG, scaled=True)
+    loader_of(manager(held)).load(0, 1, parts, CONFIG, scaled=True)
     by_vllm(expected, tensors, 0)
     for name, value in buffers(expected).items():
         assert torch.equal(buffers(held)[name], value.bfloat16().float()), name
@@ -248,7 +252,7 @@ def test_load_of_bfloat16_has_the_bits_of_rounding_in_the_server():
 
 def test_load_of_a_smaller_adapter_leaves_nothing_of_the_larger_one():
     held, expected = modules(0, 1), modules(0, 1)
-    loader = AdapterLoader(manager(held), worker=0, num_workers=1, copy=HostCopier())
+    loader = loader_of(manager(held))
     first, boxes = as_parts(factors(1), 1)
     loader.load(0, 1, first, CONFIG, scaled=True)
     rest = factors(2, without=("o_proj", "k_proj"))
@@ -268,9 +272,7 @@ def test_up_half_and_down_follow_the_scale_that_marlin_folds_away():
         held = modules(worker, ranks, by_expert=by_expert)
         parts, boxes = as_parts(tensors, 3)
         local = slice(worker * E // ranks, (worker + 1) * E // ranks) if by_expert else slice(None)
-        loader = AdapterLoader(
-            manager(held), worker=0, num_workers=1, copy=HostCopier(), ratio_of=lambda _, local=local: ratio_E[local]
-        )
+        loader = loader_of(manager(held), ratio_of=lambda _, local=local: ratio_E[local])
         loader.load(0, 1, parts, CONFIG, scaled=True)
         module, at = held["model.layers.0.mlp.experts"], f"{AT}.mlp.experts.lora_"
         inner = (
@@ -303,7 +305,7 @@ def test_rows_in_another_order_come_from_whichever_part_has_them(ranks, num_rank
         name = "model.layers.0.self_attn.qkv_proj"
         held[name].__class__ = Shuffled
         parts, boxes = as_parts(tensors, num_ranks)
-        AdapterLoader(manager(held), worker=0, num_workers=1, copy=HostCopier()).load(0, 1, parts, CONFIG, scaled=True)
+        loader_of(manager(held)).load(0, 1, parts, CONFIG, scaled=True)
         for i, (part, rows) in enumerate((("q", Q), ("k", KV), ("v", KV))):
             whole = tensors[f"{AT}.self_attn.{part}_proj.lora_B.weight"] * SCALE
             order = [h * 4 + c for h in range(rows // 4) for c in ((0, 2, 1, 3) if i < 2 else range(4))]
@@ -315,7 +317,7 @@ def test_rows_in_another_order_come_from_whichever_part_has_them(ranks, num_rank
 def refused(match, parts, *, config=CONFIG, **place):
     held = modules(0, 1)
     target = manager(held)
-    loader = AdapterLoader(target, **{"worker": 0, "num_workers": 1, "copy": HostCopier(), **place})
+    loader = loader_of(target, **place)
     first, boxes = as_parts(factors(5), 1)
     loader.load(0, 1, first, CONFIG, scaled=True)
     with pytest.raises(AdapterError, match=match):
@@ -332,7 +334,19 @@ def test_damaged_byte_in_any_workers_share_is_found_and_nothing_answers():
     # of two workers each verifies one of the two blocks
     refused("wrong checksum", parts, worker=1, num_workers=2)
     held = modules(0, 1)
-    AdapterLoader(manager(held), worker=0, num_workers=2, copy=HostCopier()).load(0, 1, parts, CONFIG, scaled=True)
+    loader_of(manager(held), num_workers=2).load(0, 1, parts, CONFIG, scaled=True)
+
+
+def test_version_that_a_newer_one_was_written_over_is_refused():
+    trained, box = from_peft(factors(1), rank=R), Outbox("test")
+    writer = PartWriter({name: (value, 0, len(value)) for name, value in trained.items()}, CONFIG, "float32")
+    memory = box.room(writer.num_bytes)
+    older = writer.write(memory, memory=box.handle())
+    next(iter(trained.values())).add_(1)
+    newer = writer.write(memory, memory=box.handle())
+    refused("wrong checksum of block 0 in part 0", [older])
+    held = modules(0, 1)
+    loader_of(manager(held)).load(0, 1, [newer], CONFIG, scaled=True)
 
 
 def test_adapter_of_another_model_is_refused_by_what_does_not_fit():
@@ -365,7 +379,7 @@ def test_adapter_of_another_model_is_refused_by_what_does_not_fit():
 def test_adapter_that_vllm_lets_go_of_is_not_replaced_by_the_base_model():
     target = manager(modules(0, 1))
     parts, boxes = as_parts(factors(1), 1)
-    AdapterLoader(target, worker=0, num_workers=1, copy=HostCopier()).load(0, 5, parts, CONFIG, scaled=True)
+    loader_of(target).load(0, 5, parts, CONFIG, scaled=True)
     with pytest.raises(AdapterError, match="let go of adapter 5"):
         target._registered_adapters[5].get_lora("model.layers.0.mlp.experts")
     assert boxes
@@ -383,7 +397,7 @@ def test_names_are_mapped_as_vllm_maps_the_checkpoints():
     target.model.hf_to_vllm_mapper = mapper
     renamed = {name.replace(".layers.", ".language_model.layers."): value for name, value in tensors.items()}
     parts, boxes = as_parts(renamed, 1)
-    AdapterLoader(target, worker=0, num_workers=1, copy=HostCopier()).load(0, 1, parts, CONFIG, scaled=True)
+    loader_of(target).load(0, 1, parts, CONFIG, scaled=True)
     by_vllm(expected, tensors, 0)
     assert_same(held, expected)
     assert boxes
@@ -394,6 +408,6 @@ def test_part_that_is_missing_is_named_by_its_rows():
 
 
 def test_rank_above_the_servers_is_refused_by_vllm():
-    loader = AdapterLoader(manager(modules(0, 1)), worker=0, num_workers=1, copy=HostCopier())
+    loader = loader_of(manager(modules(0, 1)))
     with pytest.raises(ValueError, match="LoRA rank 5 is greater than max_lora_rank 4"):
         loader.load(0, 1, as_parts(factors(1), 1)[0], CONFIG | {"r": 5}, scaled=True)

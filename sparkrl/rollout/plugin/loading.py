@@ -1,14 +1,15 @@
-"""A packed adapter from shared memory into vLLM's buffers, inside vLLM's worker.
+"""A packed adapter from another process's memory into vLLM's buffers, inside vLLM's worker.
 
-While one thread copies, another sums up the blocks that were sent; an adapter counts as loaded once both are done.
+On CPU threads take the adapter a stretch at a time, copy it and sum it up while it lies in the processor's cache; an
+adapter counts as loaded once all of it has been copied and found right.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,14 +20,36 @@ from sparkrl.errors import AdapterError
 from sparkrl.lora.peft_format import rank_and_scale
 from sparkrl.lora.plan import blocks_of
 from sparkrl.lora.shared_memory import Inbox
-from sparkrl.lora.wire import block_checksum, summing_pool, view
+from sparkrl.lora.threads import one_core_each, thread_count, working
+from sparkrl.lora.wire import BLOCK_BYTES, block_checksum, view
 from sparkrl.rollout.plugin import slots
 from sparkrl.types import AdapterPart
 
-Copy = Callable[[Sequence[slots.Move], Sequence[Tensor], Callable[[int, int], None]], None]
-"""Makes every move out of the parts' bytes, and says now and then up to which byte of which part it has come."""
-_GROUP_BYTES = 8 << 20
-"""Bytes copied between two such reports; a few of them fit into the processor's cache."""
+T = TypeVar("T")
+_SLOTS = 2
+"""Adapter slots that a server has at most."""
+Block = tuple[int, int]
+"""Number of a part, and of a block in it."""
+
+
+class Intake(Protocol):
+    """How an adapter's bytes get into the buffers on this platform."""
+
+    def open(self, parts: Sequence[AdapterPart]) -> None:
+        """Reach the parts' memory, and let go of any other.
+
+        Raises:
+            AdapterError: it cannot be reached.
+        """
+
+    def take(self, moves: Sequence[slots.Move], parts: Sequence[AdapterPart], own: Sequence[Block]) -> list[Block]:
+        """Make every move, and wait until the buffers hold the adapter.
+
+        Args:
+            own: blocks to verify.
+        Returns:
+            Those of them that are not as they were sent.
+        """
 
 
 class AdapterLoader:
@@ -35,10 +58,8 @@ class AdapterLoader:
     Args:
         manager: vLLM's adapter manager.
         worker, num_workers: this worker's number among those of its server; each verifies its share of the blocks.
-        copy: how bytes get into the buffers on this platform.
+        intake: how bytes get into the buffers on this platform.
         ratio_of: see `slots.Ratio`.
-        inbox: where the adapter's memory is mapped.
-        num_threads: threads that sum up, beside the one that copies.
     """
 
     def __init__(
@@ -47,17 +68,15 @@ class AdapterLoader:
         *,
         worker: int,
         num_workers: int,
-        copy: Copy,
+        intake: Intake,
         ratio_of: slots.Ratio = lambda module: None,
-        inbox: Inbox | None = None,
-        num_threads: int = 1,
     ) -> None:
         self._manager, self._worker, self._num_workers = manager, worker, num_workers
-        self._copy, self._ratio_of = copy, ratio_of
-        self._inbox = Inbox() if inbox is None else inbox
-        self._num_threads = num_threads
+        self._intake, self._ratio_of = intake, ratio_of
         self._planned: dict[int, tuple[Any, list[slots.Move], list[Any]]] = {}
         self._loaded: dict[int, int] = {}
+        self.loaded_bytes = 0
+        """Bytes of this worker's buffers that the last adapter filled."""
 
     def load(
         self, slot: int, lora_id: int, parts: Sequence[AdapterPart], config: Mapping[str, Any], *, scaled: bool
@@ -75,35 +94,32 @@ class AdapterLoader:
         manager = self._manager
         helper = PEFTHelper.from_dict(dict(config))
         helper.validate_legal(manager.lora_config)
-        handles = [part.memory for part in parts if part.memory is not None]
-        self._inbox.keep(handles)
-        memories = [self._inbox.open(handle) for handle in handles]
+        self._intake.open(parts)
         moves, untouched = self._plan(slot, parts, config, scaled=scaled)
         slots.begin(manager, slot)
-        blocks = self._own_blocks(parts)
-        sums: list[Future[bool]] = []
-
-        def sum_up(part: int, end: int) -> None:
-            """Verify the blocks before byte `end` of a part, while they still lie in the processor's cache."""
-            while len(sums) < len(blocks) and blocks[len(sums)] < (part, end // parts[part].block_bytes):
-                number, block = blocks[len(sums)]
-                sums.append(summing.submit(_is_as_sent, parts[number], memories[number], block))
-
-        with summing_pool(sum(part.num_bytes for part in parts), self._num_threads) as summing:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns that the memory cannot be written to
-                raw = [torch.from_numpy(memory) for memory in memories]
-            self._copy(moves, raw, sum_up)
-            if parts:
-                sum_up(len(parts) - 1, parts[-1].num_bytes + parts[-1].block_bytes)
-            damaged = [at for at, future in zip(blocks, sums, strict=True) if not future.result()]
+        damaged = self._intake.take(moves, parts, self._own_blocks(parts))
         if damaged:
-            part, block = damaged[0]
+            part, block = min(damaged)
             raise AdapterError(
                 f"the adapter's bytes changed on the way: wrong checksum of block {block} in part {part}"
             )
         slots.enable(manager, slot, lora_id, helper.r, untouched)
         self._loaded[slot] = lora_id
+        self.loaded_bytes = sum(move.target.nbytes for move in moves)
+
+    def try_parts(self, parts: Sequence[AdapterPart]) -> None:
+        """Read the first block of each part, touch no slot, and let go of the memory again.
+
+        Raises:
+            AdapterError: the memory cannot be reached, or holds something else.
+        """
+        first = [(number, 0) for number, part in enumerate(parts) if part.checksums]
+        try:
+            self._intake.open(parts)
+            if self._intake.take([], parts, first):
+                raise AdapterError("what can be read of the adapter's memory is not what was written there")
+        finally:
+            self._intake.open([])
 
     def _plan(
         self, slot: int, parts: Sequence[AdapterPart], config: Mapping[str, Any], *, scaled: bool
@@ -132,55 +148,115 @@ class AdapterLoader:
         self._planned[slot] = (key, moves, untouched)
         return moves, untouched
 
-    def _own_blocks(self, parts: Sequence[AdapterPart]) -> list[tuple[int, int]]:
-        """Part and number of each block that this worker verifies."""
+    def _own_blocks(self, parts: Sequence[AdapterPart]) -> list[Block]:
+        """Blocks that this worker verifies."""
         blocks = [(number, block) for number, part in enumerate(parts) for block in range(len(part.checksums))]
         return [blocks[at] for at in blocks_of(len(blocks), self._worker, self._num_workers)]
-
-
-def _is_as_sent(part: AdapterPart, memory: np.ndarray, block: int) -> bool:
-    start, end = block * part.block_bytes, min((block + 1) * part.block_bytes, part.num_bytes)
-    return block_checksum(memory[start:end]) == part.checksums[block]
 
 
 _SCALING = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
-class HostCopier:
-    """Strided copies straight from the shared memory; remembers the views it has made."""
+def is_as_sent(part: AdapterPart, memory: np.ndarray, block: int) -> bool:
+    """Whether a block in this machine's memory has the checksum that it was sent with."""
+    start, end = block * part.block_bytes, min((block + 1) * part.block_bytes, part.num_bytes)
+    return block_checksum(memory[start:end]) == part.checksums[block]
+
+
+class Remembered(Generic[T]):
+    """What was worked out for the moves of each slot, as long as they and what they read from stay where they are."""
 
     def __init__(self) -> None:
-        self._known: tuple[Sequence[slots.Move], list[int]] = ([], [])
-        self._groups: list[tuple[int, int, list[Tensor], list[Tensor]]] = []
-        self._others: list[tuple[slots.Move, Tensor]] = []
+        self._known: list[tuple[Sequence[slots.Move], Any, T]] = []
 
-    def __call__(
-        self, moves: Sequence[slots.Move], bytes_of: Sequence[Tensor], reached: Callable[[int, int], None]
-    ) -> None:
-        """See `Copy`."""
-        addresses = [raw.data_ptr() for raw in bytes_of]
-        if self._known[0] is not moves or self._known[1] != addresses:
-            self._known = (moves, addresses)
-            self._look(moves, bytes_of)
-        for part, end, targets, values in self._groups:
-            torch._foreach_copy_(targets, values)
-            reached(part, end)
-        for move, tensor in self._others:
-            move.write(tensor)
+    def __call__(self, moves: Sequence[slots.Move], key: Any, make: Callable[[], T]) -> T:
+        """What `make` returned for these moves and this key, or returns now; what goes with another key is let go of,
+        and with it the memory that it keeps mapped."""
+        self._known = [entry for entry in self._known if entry[1] == key]
+        for known_moves, _, found in self._known:
+            if known_moves is moves:
+                return found
+        found = make()
+        self._known = [(moves, key, found), *self._known[: _SLOTS - 1]]
+        return found
 
-    def _look(self, moves: Sequence[slots.Move], bytes_of: Sequence[Tensor]) -> None:
-        self._groups, self._others = [], []
-        size = 0
-        for move in sorted(moves, key=lambda move: (move.part, move.spec.offset)):
-            tensor = view(bytes_of[move.part], move.spec)
+
+class HostIntake:
+    """Strided copies straight from shared memory; remembers the views it has made."""
+
+    def __init__(self) -> None:
+        self._inbox = Inbox()
+        self._memories: list[np.ndarray] = []
+        self._known = Remembered[list["_Stretch"]]()
+
+    def open(self, parts: Sequence[AdapterPart]) -> None:
+        """See `Intake`."""
+        self._memories = self._inbox.open_all(parts)
+
+    def take(self, moves: Sequence[slots.Move], parts: Sequence[AdapterPart], own: Sequence[Block]) -> list[Block]:
+        """See `Intake`."""
+        places = [memory.ctypes.data for memory in self._memories]
+        stretches = self._known(moves, (places, own), lambda: self._cut(moves, parts, own))
+        damaged: list[Block] = []
+
+        def take(stretch: _Stretch) -> None:
+            for number, block in stretch.blocks:
+                if not is_as_sent(parts[number], self._memories[number], block):
+                    damaged.append((number, block))
+            if stretch.targets:
+                torch._foreach_copy_(stretch.targets, stretch.values)
+            for move in stretch.others:
+                move()
+
+        threads = thread_count(sum(part.num_bytes for part in parts))
+        with one_core_each(), working(stretches, take, num_threads=threads):
+            pass
+        return damaged
+
+    def _cut(self, moves: Sequence[slots.Move], parts: Sequence[AdapterPart], own: Sequence[Block]) -> list[_Stretch]:
+        """What each stretch of each part's memory is needed for."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that the memory cannot be written to
+            raws = [torch.from_numpy(memory) for memory in self._memories]
+        stretches: dict[tuple[int, int], _Stretch] = {}
+
+        def at(part: int, byte: int) -> _Stretch:
+            return stretches.setdefault((part, byte // BLOCK_BYTES), _Stretch())
+
+        for number, block in own:
+            at(number, block * parts[number].block_bytes).blocks.append((number, block))
+        for move in moves:
+            raw, tensor = raws[move.part], view(raws[move.part], move.spec)
             if not move.is_plain:
-                self._others.append((move, tensor))
+                at(move.part, move.spec.offset).others.append(move.prepare(tensor))
                 continue
-            if not self._groups or self._groups[-1][0] != move.part or size > _GROUP_BYTES:
-                self._groups.append((move.part, 0, [], []))
-                size = 0
-            part, _, targets, values = self._groups[-1]
-            targets.append(move.target)
-            values.append(move.read(tensor))
-            size += move.target.nbytes
-            self._groups[-1] = (part, move.spec.offset, targets, values)
+            for target, value in _within(move.target, move.view(tensor), raw):
+                stretch = at(move.part, value.data_ptr() - raw.data_ptr())
+                stretch.targets.append(target)
+                stretch.values.append(value)
+        return [stretches[key] for key in sorted(stretches)]
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """As many bytes of a part as fit into the processor's cache, and what one thread does with them."""
+
+    blocks: list[Block] = field(default_factory=list)
+    """To verify."""
+    targets: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    others: list[Callable[[], Any]] = field(default_factory=list)
+    """Moves that do more than to copy."""
+
+
+def _within(target: Tensor, value: Tensor, raw: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """A copy in pieces that lie within a stretch each, or begin in it where they have gaps."""
+    if target.is_contiguous() and value.is_contiguous():
+        target, value = target.view(-1), value.view(-1)
+    begin = 0
+    while begin < len(value):
+        offset = value[begin:].data_ptr() - raw.data_ptr()
+        row_bytes = max(value.stride(0) * value.element_size(), 1)
+        end = begin + max((BLOCK_BYTES - offset % BLOCK_BYTES) // row_bytes, 1)
+        yield target[begin:end], value[begin:end]
+        begin = end

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,8 +99,8 @@ class Move:
         """Whether a copy is all there is to do."""
         return self.order is None and self.scale == 1.0 and self.ratio_E is None
 
-    def read(self, tensor: Tensor, *, skipped_rows: int = 0) -> Tensor:
-        """What goes into the buffer.
+    def view(self, tensor: Tensor, *, skipped_rows: int = 0) -> Tensor:
+        """What is read, in its own place.
 
         Args:
             tensor: the part's tensor, `skipped_rows` left out at its beginning.
@@ -110,27 +111,33 @@ class Move:
             else:
                 tensor = tensor.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
         first, *rest = self.source
-        value = tensor[slice(first.start - skipped_rows, first.stop - skipped_rows), *rest]
-        if self.is_plain:
-            return value
-        if self.order is not None:
-            value = value.index_select(0, self.order)
-        if self.scale != 1.0 or self.ratio_E is not None:
-            value = value.float()  # the buffer's type rounds once
-        if self.scale != 1.0:
-            value = value * self.scale
-        if self.ratio_E is not None:
-            ratio_E11 = self.ratio_E[:, None, None]
-            value = value / ratio_E11 if self.divide else value * ratio_E11
-        return value
+        return tensor[slice(first.start - skipped_rows, first.stop - skipped_rows), *rest]
 
-    def write(self, tensor: Tensor, *, skipped_rows: int = 0) -> None:
-        """Put it into the buffer."""
-        value = self.read(tensor, skipped_rows=skipped_rows)
-        if self.rows is None:
-            self.target.copy_(value)
-        else:
-            self.target.index_copy_(0, self.rows, value.to(self.target.dtype))
+    def prepare(self, tensor: Tensor, *, skipped_rows: int = 0) -> Callable[[], Any]:
+        """The copy as a call, which reads what the tensor holds by then; see `view`."""
+        value, target = self.view(tensor, skipped_rows=skipped_rows), self.target
+        ratio_E11 = None if self.ratio_E is None else self.ratio_E[:, None, None]
+        order = self.order
+        if order is None and ratio_E11 is not None and self.scale == 1.0:  # one kernel, which rounds once
+            return partial(torch.div if self.divide else torch.mul, value, ratio_E11, out=target)
+        fits = target.dtype == value.dtype and target.is_contiguous() and self.rows is None
+        if order is not None and ratio_E11 is None and self.scale == 1.0 and fits:
+            return partial(torch.index_select, value, 0, order, out=target)
+
+        def compute() -> None:
+            found = value if order is None else value.index_select(0, order)
+            if self.scale != 1.0 or ratio_E11 is not None:
+                found = found.float()  # the buffer's type rounds once
+            if self.scale != 1.0:
+                found = found * self.scale
+            if ratio_E11 is not None:
+                found = found / ratio_E11 if self.divide else found * ratio_E11
+            if self.rows is None:
+                target.copy_(found)
+            else:
+                target.index_copy_(0, self.rows, found.to(target.dtype))
+
+        return compute
 
 
 def sources(

@@ -20,7 +20,7 @@ import torch
 from sparkrl.errors import AdapterError
 from sparkrl.lora.wire import from_plain
 from sparkrl.rollout import plugin
-from sparkrl.rollout.plugin.loading import AdapterLoader, HostCopier
+from sparkrl.rollout.plugin.loading import AdapterLoader, HostIntake
 from sparkrl.rollout.plugin.versions import installed_vllm
 
 _WATCH_S = 0.5
@@ -57,6 +57,7 @@ class WorkerExtension:
             "adapter_slot_bytes": _slot_bytes(manager.modules.values()) if manager is not None else 0,
             "threads": torch.get_num_threads(),
             "swap_s": self.sparkrl_swap_s,
+            "swap_bytes": 0 if self.sparkrl_adapters is None else self.sparkrl_adapters.loaded_bytes,
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
 
@@ -94,6 +95,14 @@ class WorkerExtension:
         self.sparkrl_swap_s = time.perf_counter() - began
         return ["loaded", lora_id]
 
+    def sparkrl_try_adapter(self, parts: list[dict[str, Any]]) -> list[str]:
+        """Read a block of each part; `["readable", ""]`, or `["unreadable", why]`."""
+        try:
+            self._sparkrl_loader().try_parts(from_plain(parts))
+        except (AdapterError, RuntimeError) as error:
+            return ["unreadable", error.message if isinstance(error, AdapterError) else str(error)]
+        return ["readable", ""]
+
     def _sparkrl_loader(self) -> AdapterLoader:
         if self.sparkrl_adapters is None:
             manager = self.model_runner.lora_manager._adapter_manager
@@ -103,7 +112,7 @@ class WorkerExtension:
 
                 self.sparkrl_adapters = swap.make_loader(manager, **place)
             else:
-                self.sparkrl_adapters = AdapterLoader(manager, copy=HostCopier(), **place)
+                self.sparkrl_adapters = AdapterLoader(manager, intake=HostIntake(), **place)
         return self.sparkrl_adapters
 
     def sparkrl_loaded_adapters(self) -> list[int]:
