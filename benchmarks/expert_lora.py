@@ -6,7 +6,8 @@ processes take turns step by step, so that a busy moment of the machine hits all
 and dropping the gradients, fp32, sequences of 128 tokens packed into one row.
 
 Memory of a step is its peak above the resident size before it, when model and adapter are loaded and no gradient is;
-the extra memory of LoRA on the experts is what a step takes above the step without it.
+the extra memory of LoRA on the experts is what a step takes above the step without it. Steps that are timed follow each
+other as in training: the allocator keeps what the step before freed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ class Size:
     experts: int
     top_k: int
     width: int
-    """Of the residual stream, of the experts' input and of their inner layer; the published model's are alike too."""
+    """Of the residual stream, of the experts' input and of their inner layer.
+
+    The published model's last two are alike and its residual stream is twice as wide. What every variant computes alike
+    outside of experts is so a smaller part of a step here than there.
+    """
     tokens: tuple[int, ...]
     turns: int
 
@@ -90,19 +95,17 @@ def run() -> list[Figure]:
     """Measure the three variants at each size and number of tokens: times first, then memory in other processes."""
     figures = []
     for key, size in MODELS.items():
-        with _workers(key, {}) as workers:
-            _turn(workers, size.tokens[0])  # warms up
-            seconds = {tokens: _medians(workers, tokens, "seconds", turns=size.turns) for tokens in size.tokens}
-        with _workers(key, MEMORY_ENVIRONMENT) as workers:
-            _turn(workers, size.tokens[0])
-            memory = {tokens: _medians(workers, tokens, "bytes", turns=1) for tokens in size.tokens}
+        with _workers(key, "seconds") as workers:
+            seconds = {tokens: _medians(workers, tokens, turns=size.turns) for tokens in size.tokens}
+        with _workers(key, "bytes") as workers:
+            memory = {tokens: _medians(workers, tokens, turns=1) for tokens in size.tokens}
         for tokens in size.tokens:
             figures += _figures(f"{key}, {tokens} tokens", seconds[tokens], memory[tokens])
     return figures
 
 
-def environment(more: dict[str, str]) -> dict[str, str]:
-    """Environment of a process that measures."""
+def environment(what: str) -> dict[str, str]:
+    """Environment of a process that measures `what`, "seconds" or "bytes"."""
     return (
         os.environ
         | {
@@ -110,20 +113,20 @@ def environment(more: dict[str, str]) -> dict[str, str]:
             "OMP_WAIT_POLICY": "PASSIVE",  # those that wait for their turn must not spin
             "TRANSFORMERS_VERBOSITY": "error",
         }
-        | more
+        | (MEMORY_ENVIRONMENT if what == "bytes" else {})
     )
 
 
 @contextmanager
-def _workers(size: str, more: dict[str, str]) -> Iterator[dict[str, subprocess.Popen[str]]]:
+def _workers(size: str, what: str) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """A process for each variant, under the variant's name."""
     workers = {
         variant: subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.expert_lora", variant, size],
+            [sys.executable, "-m", "benchmarks.expert_lora", variant, size, what],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(more),
+            env=environment(what),
         )
         for variant in VARIANTS
     }
@@ -135,17 +138,13 @@ def _workers(size: str, more: dict[str, str]) -> Iterator[dict[str, subprocess.P
             worker.wait()
 
 
-def _medians(workers: dict[str, subprocess.Popen[str]], tokens: int, what: str, *, turns: int) -> dict[str, float]:
-    """Median of one figure for each variant."""
-    found = [_turn(workers, tokens) for _ in range(turns)]
-    return {variant: statistics.median(turn[variant][what] for turn in found) for variant in workers}
+def _medians(workers: dict[str, subprocess.Popen[str]], tokens: int, *, turns: int) -> dict[str, float]:
+    """Median of each variant's figures, after a first turn that does not count."""
+    found = [{variant: _one_step(worker, tokens) for variant, worker in workers.items()} for _ in range(1 + turns)]
+    return {variant: statistics.median(turn[variant] for turn in found[1:]) for variant in workers}
 
 
-def _turn(workers: dict[str, subprocess.Popen[str]], tokens: int) -> dict[str, dict[str, float]]:
-    return {variant: _one_step(worker, tokens) for variant, worker in workers.items()}
-
-
-def _one_step(worker: subprocess.Popen[str], tokens: int) -> dict[str, float]:
+def _one_step(worker: subprocess.Popen[str], tokens: int) -> float:
     stdin, stdout = worker.stdin, worker.stdout
     assert stdin is not None and stdout is not None
     try:
@@ -188,16 +187,19 @@ def _figures(size: str, seconds: dict[str, float], memory: dict[str, float]) -> 
     ]
 
 
-def measured(step: Callable[[], None]) -> dict[str, float]:
-    """Seconds of one step and its peak above the resident size before it, bytes."""
+def measured(step: Callable[[], None], what: str) -> float:
+    """The step's time in seconds, or its peak above the resident size before it in bytes, as `what` says."""
+    if what == "seconds":
+        began = time.perf_counter()
+        step()
+        return time.perf_counter() - began
     release = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if release is not None:
         release(0)  # what earlier steps freed would hide this step's demand
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("VmRSS")
-    began = time.perf_counter()
     step()
-    return {"seconds": time.perf_counter() - began, "bytes": _status("VmHWM") - before}
+    return _status("VmHWM") - before
 
 
 def _status(field: str) -> int:
@@ -206,11 +208,11 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-def work(variant: str, size: Size, orders: IO[str], answers: IO[str]) -> None:
+def work(variant: str, size: Size, what: str, orders: IO[str], answers: IO[str]) -> None:
     """Make one variant's model and take a step for every line of `orders`, which is a number of tokens."""
     step = _make(variant, size)
     for line in orders:
-        print(json.dumps(measured(lambda tokens=int(line): step(tokens))), file=answers, flush=True)
+        print(json.dumps(measured(lambda tokens=int(line): step(tokens), what)), file=answers, flush=True)
 
 
 def _make(variant: str, size: Size) -> Callable[[int], None]:
@@ -266,4 +268,4 @@ def add_variant(variant: str, model: Any, family: Any) -> Any:
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], MODELS[sys.argv[2]], sys.stdin, sys.stdout)
+    work(sys.argv[1], MODELS[sys.argv[2]], sys.argv[3], sys.stdin, sys.stdout)

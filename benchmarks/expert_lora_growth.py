@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.expert_lora import MEMORY_ENVIRONMENT, THREADS, environment, measured
+from benchmarks.expert_lora import THREADS, environment, measured
 from benchmarks.figures import Figure
 
 NAME = "expert_lora_growth"
@@ -31,8 +31,8 @@ _STRAIGHT = 0.99
 
 def run() -> list[Figure]:
     """Measure all sizes, and fit a line through each three."""
-    seconds = _measure("seconds", {})
-    memory = _measure("bytes", MEMORY_ENVIRONMENT)
+    seconds = _measure("seconds")
+    memory = _measure("bytes")
     figures = []
     for what, cases, varied in (
         ("experts", [(experts, 32) for experts in EXPERTS], EXPERTS),
@@ -65,22 +65,17 @@ def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
     return slope, constant, statistics.correlation(x, y) ** 2
 
 
-def _measure(what: str, more: dict[str, str]) -> dict[tuple[int, int], float]:
-    command = [sys.executable, "-m", "benchmarks.expert_lora_growth"]
-    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment(more)).stdout
-    found: list[dict[str, list[float]]] = json.loads(answer)
-    return {case: statistics.median(figures[what]) for case, figures in zip(_CASES, found, strict=True)}
+def _measure(what: str) -> dict[tuple[int, int], float]:
+    command = [sys.executable, "-m", "benchmarks.expert_lora_growth", what]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment(what)).stdout
+    found: list[list[float]] = json.loads(answer)
+    return {case: statistics.median(values) for case, values in zip(_CASES, found, strict=True)}
 
 
-def _work() -> None:
+def _work(what: str) -> None:
     steps = [_layer(*case) for case in _CASES]
-    found: list[dict[str, list[float]]] = [{"seconds": [], "bytes": []} for _ in _CASES]
-    for turn in range(1 + REPEATS):
-        for step, figures in zip(steps, found, strict=True):
-            for key, value in measured(step).items():
-                if turn:  # the first one warms up
-                    figures[key].append(value)
-    print(json.dumps(found))
+    turns = [[measured(step, what) for step in steps] for _ in range(1 + REPEATS)]
+    print(json.dumps(list(zip(*turns[1:], strict=True))))  # the first one warms up
 
 
 def _layer(experts: int, rank: int) -> Any:
@@ -111,4 +106,4 @@ def _layer(experts: int, rank: int) -> Any:
 
 
 if __name__ == "__main__":
-    _work()
+    _work(sys.argv[1])

@@ -1,7 +1,8 @@
 """Expert LoRA on one GPU: a training step against PEFT and frozen experts. `python -m benchmarks.gpu_expert_lora`.
 
-As `benchmarks.expert_lora`, in bfloat16 and with the three variants one after the other in one process. A step is
-forward, backward and dropping the gradients of sequences packed into one row, without gradient checkpointing.
+As `benchmarks.expert_lora`, in bfloat16 and with the three variants one after the other in one process, each as it is
+and with `trainer.compile`. Of PEFT's layer compilation reaches all but the experts, which PEFT's wrapper runs. A step
+is forward, backward and dropping the gradients of sequences packed into one row, without gradient checkpointing.
 Peak memory of a step is above what model and adapter hold before it. FLOPs count what the step needs: forward and
 input gradients of frozen weights, and of the factors their own gradients as well; what PEFT spends beyond that (the
 merged weight and its gradient) is not useful work and not counted.
@@ -23,12 +24,16 @@ from torch import nn
 
 from benchmarks.expert_lora import SEQUENCE, VARIANTS, add_variant
 from sparkrl.config.schema import LoraConfig
+from sparkrl.models.compiled import compile_layers
 from sparkrl.models.experts import ExpertFactors, RoutedExperts, run_experts
 from sparkrl.models.registry import family_of
 
 EXPERTS, TOP_K, LAYERS, LATENT, INNER, HIDDEN = 128, 8, 2, 4096, 2048, 4096
 TOKENS = (256, 1024, 8192)
-WARMUP, REPEATS = 3, 10
+WARMUP, REPEATS, PROFILED = 3, 10, 3
+TOP = 15
+"""Kernels and host operators that a profile names."""
+MODES: dict[str, str | None] = {"compiled": "inductor", "eager": None}
 PEAK_FLOPS = 990e12
 """Dense bfloat16 of an H200, FLOP/s. Source: NVIDIA's data sheet."""
 SHAPE: dict[str, Any] = {
@@ -48,36 +53,67 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def measure(shape: dict[str, Any] = SHAPE, token_counts: tuple[int, ...] = TOKENS, *, device: str = "cuda") -> dict:
-    """All figures, ready for JSON. Smaller shapes and `device="cpu"` are for trying the script itself."""
+def measure(
+    shape: dict[str, Any] = SHAPE,
+    token_counts: tuple[int, ...] = TOKENS,
+    *,
+    device: str = "cuda",
+    variants: tuple[str, ...] = VARIANTS,
+    modes: tuple[str, ...] = tuple(MODES),
+    keep: Callable[[dict], None] = lambda found: None,
+) -> dict:
+    """All figures, ready for JSON. Smaller shapes and `device="cpu"` are for trying the script itself.
+
+    Args:
+        keep: called with what there is whenever a case is done.
+    """
     experts = shape["num_hidden_layers"] * shape["num_local_experts"]
     out: dict[str, Any] = {
         "shape": shape,
         "expert_parameters": experts * 3 * shape["moe_hidden_size"] * shape["moe_intermediate_size"],
         "rank": LoraConfig().rank,
-        "kernel": kernel_errors(device),
         "tokens": {tokens: {"tflop": useful_flops(shape, tokens)} for tokens in token_counts},
     }
-    for variant in VARIANTS:
-        step = _make(variant, shape, device)
-        for tokens in token_counts:
-            out["tokens"][tokens][variant] = _timed(step, tokens, device)
-        del step
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+    # profiles come last: once CUPTI is loaded, every kernel's start takes longer
+    for profiles in (False, True):
+        for variant in variants:
+            model, step = _make(variant, shape, device)
+            for mode in modes:
+                compile_layers(model, MODES[mode])
+                for tokens in token_counts:
+                    figures = out["tokens"][tokens].setdefault(variant, {}).setdefault(mode, {})
+                    if profiles:
+                        figures["profile"] = _profile(step, tokens, device)
+                    else:
+                        figures |= _timed(step, tokens, device)
+                        flops = out["tokens"][tokens]["tflop"]["frozen" if variant == "frozen" else "with_lora"]
+                        figures["mfu"] = flops * 1e12 / (figures["ms"] / 1e3) / PEAK_FLOPS
+                    keep(out)
+            del step, model
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    out["kernel"] = {mode: kernel_errors(device, MODES[mode]) for mode in modes}
     for figures in out["tokens"].values():
-        flops = figures["tflop"]
-        figures["rows_an_expert"] = flops.pop("rows_an_expert")
-        for variant in VARIANTS:
-            useful = flops["frozen" if variant == "frozen" else "with_lora"]
-            figures[variant]["mfu"] = useful * 1e12 / (figures[variant]["ms"] / 1e3) / PEAK_FLOPS
-        extra = {v: figures[v]["peak_mib"] - figures["frozen"]["peak_mib"] for v in ("sparkrl", "peft")}
-        figures["extra_mib"] = extra
-        figures["peft_over_sparkrl"] = figures["peft"]["ms"] / figures["sparkrl"]["ms"]
-        figures["sparkrl_over_frozen"] = figures["sparkrl"]["ms"] / figures["frozen"]["ms"]
-        figures["extra_memory_of_peft"] = extra["sparkrl"] / extra["peft"]
+        figures["rows_an_expert"] = figures["tflop"].pop("rows_an_expert")
+        if set(variants) == set(VARIANTS):
+            figures["compared"] = {mode: _compare(figures, mode) for mode in modes}
     return out
+
+
+def _compare(figures: dict[str, Any], mode: str) -> dict[str, float]:
+    """Ratios of times and of memory; PEFT as it comes is `stock`."""
+    frozen, ours, peft = (figures[variant][mode] for variant in ("frozen", "sparkrl", "peft"))
+    stock = figures["peft"].get("eager", peft)
+    extra, extra_peft = (f["peak_mib"] - frozen["peak_mib"] for f in (ours, peft))
+    return {
+        "extra_mib": extra,
+        "extra_mib_peft": extra_peft,
+        "extra_memory_of_peft": extra / extra_peft,
+        "peft_over_sparkrl": peft["ms"] / ours["ms"],
+        "stock_peft_over_sparkrl": stock["ms"] / ours["ms"],
+        "sparkrl_over_frozen": ours["ms"] / frozen["ms"],
+    }
 
 
 def useful_flops(shape: dict[str, Any], tokens: int) -> dict[str, float]:
@@ -103,7 +139,7 @@ def useful_flops(shape: dict[str, Any], tokens: int) -> dict[str, float]:
     }
 
 
-def kernel_errors(device: str) -> dict[str, float]:
+def kernel_errors(device: str, backend: str | None = None) -> dict[str, float]:
     """Largest error of a bfloat16 layer's value and gradients to float64 on the CPU, over the largest value.
 
     Some experts have no row, which is where grouped kernels go wrong first.
@@ -111,6 +147,7 @@ def kernel_errors(device: str) -> dict[str, float]:
 
     class Small(RoutedExperts):
         num_experts, hidden_dim, intermediate_dim = 16, 128, 64
+        compile_backend = backend
 
         def __init__(self) -> None:
             super().__init__()
@@ -140,7 +177,7 @@ def kernel_errors(device: str) -> dict[str, float]:
     }
 
 
-def _make(variant: str, shape: dict[str, Any], device: str) -> Callable[[int], None]:
+def _make(variant: str, shape: dict[str, Any], device: str) -> tuple[nn.Module, Callable[[int], None]]:
     from transformers import MuseSparkTextConfig
 
     torch.manual_seed(0)
@@ -152,6 +189,7 @@ def _make(variant: str, shape: dict[str, Any], device: str) -> Callable[[int], N
                 parameter.normal_(std=0.02)
         adapted = add_variant(variant, model, family)
     adapted.train()
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
 
     def step(tokens: int) -> None:
         generator = torch.Generator().manual_seed(tokens)
@@ -159,9 +197,10 @@ def _make(variant: str, shape: dict[str, Any], device: str) -> Callable[[int], N
         positions = (torch.arange(tokens)[None] % SEQUENCE).to(device)
         out = adapted(input_ids=ids[:, :-1], position_ids=positions, targets=ids[:, 1:])
         (-out.log_probs.mean()).backward()
-        adapted.zero_grad(set_to_none=True)
+        for parameter in trained:
+            parameter.grad = None
 
-    return step
+    return adapted, step
 
 
 def _timed(step: Callable[[int], None], tokens: int, device: str) -> dict[str, float]:
@@ -186,13 +225,60 @@ def _timed(step: Callable[[int], None], tokens: int, device: str) -> dict[str, f
     }
 
 
+def _profile(step: Callable[[int], None], tokens: int, device: str) -> dict[str, Any]:
+    """A step: time the GPU is busy, kernels and host operators, and (name, ms, calls) of those that take longest."""
+    on_gpu = device == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(PROFILED):
+            step(tokens)
+        if on_gpu:
+            torch.cuda.synchronize()
+    events = profiler.events()
+    host_names = {event.name for event in events if event.device_type == torch.autograd.DeviceType.CPU}
+    kernels: dict[str, list[float]] = {}
+    host: dict[str, list[float]] = {}
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CPU:
+            host.setdefault(event.name, []).append(event.self_cpu_time_total)
+        elif event.name not in host_names or event.name.startswith("triton_"):
+            # the others are ranges that host operators span on the GPU
+            kernels.setdefault(event.name, []).append(event.device_time)
+
+    def top(times: dict[str, list[float]]) -> list[tuple[str, float, float]]:
+        longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:TOP]
+        return [(name[:160], sum(us) / 1e3 / PROFILED, len(us) / PROFILED) for name, us in longest]
+
+    return {
+        "gpu_busy_ms": sum(map(sum, kernels.values())) / 1e3 / PROFILED,
+        "kernels": sum(map(len, kernels.values())) / PROFILED,
+        "host_operators": sum(map(len, host.values())) / PROFILED,
+        "top_kernels": top(kernels),
+        "top_host": top(host),
+    }
+
+
 def main() -> None:
     """Measure, print, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench_gpu_expert_lora.json"))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     arguments = parser.parse_args()
-    result = measure()
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    def keep(found: dict) -> None:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+    result = measure(
+        token_counts=tuple(arguments.tokens),
+        variants=tuple(arguments.variants),
+        modes=tuple(arguments.modes),
+        keep=keep,
+    )
+    keep(result)
     print(json.dumps(result, indent=1))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
 
+from sparkrl.models.fused_experts import FusedExperts
 from sparkrl.models.grouped import GroupedRows, grouped_linear
 
 _SILU = (nn.SiLU, SiLUActivation)
@@ -40,6 +41,8 @@ class RoutedExperts(nn.Module):
     """[E, 2I, H]; gate rows come first."""
     down_proj: Any
     """[E, H, I]."""
+    compile_backend: str | None = None
+    """Where set, and on CUDA, `fused_experts` computes the layer."""
 
     @property
     def norm(self) -> nn.Module | None:
@@ -104,7 +107,8 @@ def run_experts(
     if dropout or not isinstance(base.act_fn, _SILU) or (torch.is_grad_enabled() and not _is_frozen(base)):
         return composed_experts(base, hidden_states, rows, top_k_weights, factors)
     tensors = () if factors is None else (factors.gate_up_a, factors.gate_up_b, factors.down_a, factors.down_b)
-    return _Experts.apply(base, rows, 1.0 if factors is None else factors.scale, hidden_states, top_k_weights, *tensors)
+    function = FusedExperts if base.compile_backend and hidden_states.is_cuda else _Experts
+    return function.apply(base, rows, 1.0 if factors is None else factors.scale, hidden_states, top_k_weights, *tensors)
 
 
 def composed_experts(
@@ -174,7 +178,10 @@ class _Experts(torch.autograd.Function):
             grads[2:] = _delta_backward(rows, grad_h_MI, grad_y_MH, h_MI, lows[1], factors[2], factors[3], scale)
             del h_MI
         del grad_y_MH, down_EHI
-        grad_gate_up_MO = _gated_backward(gate_up_MO, grad_h_MI)
+        # the products' memory, as large as any here, takes their gradient unless backward is to run again
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        grad_gate_up_MO = torch.empty_like(gate_up_MO) if kept else gate_up_MO
+        _gated_backward(gate_up_MO, grad_h_MI, out_MO=grad_gate_up_MO)
         del grad_h_MI
         grad_x_MH = rows.multiply(grad_gate_up_MO, gate_up_EOH)
         if factors:
@@ -203,17 +210,21 @@ def _delta_backward(
 
 def _gated(gate_up_MO: Tensor) -> Tensor:
     gate_MI, up_MI = gate_up_MO.chunk(2, dim=-1)
-    return F.silu(gate_MI).mul_(up_MI)
+    h_MI = torch.empty_like(gate_MI, memory_format=torch.contiguous_format)
+    for part in _chunks(h_MI):
+        torch.ops.aten.silu(gate_MI[part], out=h_MI[part])
+        h_MI[part].mul_(up_MI[part])
+    return h_MI
 
 
-def _gated_backward(gate_up_MO: Tensor, grad_h_MI: Tensor) -> Tensor:
-    grad = torch.empty_like(gate_up_MO)
+def _gated_backward(gate_up_MO: Tensor, grad_h_MI: Tensor, *, out_MO: Tensor) -> None:
+    """Write the gradient of the gate and up products to `out_MO`, which may be `gate_up_MO` itself."""
     width = grad_h_MI.shape[1]
-    for part in _chunks(grad):
+    for part in _chunks(out_MO):
         (gate, up), h = gate_up_MO[part].chunk(2, dim=-1), grad_h_MI[part]
-        torch.mul(F.silu(gate), h, out=grad[part, width:])
-        grad[part, :width] = torch.ops.aten.silu_backward(h * up, gate)
-    return grad
+        grad_gate = torch.ops.aten.silu_backward(h * up, gate)
+        torch.mul(F.silu(gate), h, out=out_MO[part, width:])
+        out_MO[part, :width] = grad_gate
 
 
 def _combine(norm: Any, rows: GroupedRows, y_MH: Tensor, weights_TK: Tensor) -> Tensor:

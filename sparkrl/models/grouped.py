@@ -45,20 +45,24 @@ class GroupedRows:
     """Whether some rows are padding."""
     extra_counts: tuple[int, ...] | None
     """Each expert's rows beyond the padded block; None where the device knows them only (CUDA)."""
+    pair_M: Tensor | None = None
+    """int64 [M], the pair of each row, where no row is padding by layout."""
 
     @classmethod
-    def sort(cls, ids_TK: Tensor, num_experts: int) -> GroupedRows:
-        """Lay out the pairs of `ids_TK` (int64 [T, K]); a token's order within its expert is kept."""
+    def sort(cls, ids_TK: Tensor, num_experts: int, *, pad: bool | None = None) -> GroupedRows:
+        """Lay out the pairs of `ids_TK` (int64 [T, K]); a token's order within its expert is kept.
+
+        Args:
+            pad: whether rows may lie in a padded block; None is what suits the device.
+        """
         flat = ids_TK.reshape(-1)
+        if flat.is_cuda if pad is None else not pad:
+            return cls._sort_unpadded(flat, ids_TK.shape, num_experts)
         order = torch.argsort(flat, stable=True)
         counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         ends = counts.cumsum(0)
         tokens = order // ids_TK.shape[1]
-        if flat.is_cuda:  # reading the counts would make the host wait
-            inverse = torch.empty_like(order)
-            inverse[order] = torch.arange(order.numel(), device=order.device)
-            return cls(tokens, inverse.view_as(ids_TK), ends.int(), 0, False, None)
         capacity = _capacity(counts.tolist())
         extra = (counts - capacity).clamp_(min=0)
         num_rows = num_experts * capacity + int(extra.sum())
@@ -72,6 +76,17 @@ class GroupedRows:
         inverse[order] = row
         padded = num_rows > order.numel()
         return cls(token_M, inverse.view_as(ids_TK), ends.int(), capacity, padded, tuple(extra.tolist()))
+
+    @classmethod
+    def _sort_unpadded(cls, flat: Tensor, shape: torch.Size, num_experts: int) -> GroupedRows:
+        # few kernels, none of which the host waits for; narrow keys take fewer passes of the radix sort
+        key = torch.int16 if num_experts < 2**15 else torch.int32
+        experts, order = torch.sort(flat.to(key), stable=True)
+        every = torch.arange(num_experts, dtype=key, device=flat.device)
+        offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
+        places = torch.arange(order.numel(), device=flat.device)
+        inverse = torch.empty_like(order).scatter_(0, order, places)
+        return cls(order // shape[1], inverse.view(shape), offsets, 0, False, None, order)
 
     @cached_property
     def extra(self) -> list[tuple[int, int, int]]:

@@ -24,7 +24,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.muse_spark import modeling_muse_spark as hf
 
+from sparkrl.models import muse_spark_regions as regions
 from sparkrl.models.causal_lm import CausalLM, Head, places
+from sparkrl.models.compiled import projections
 from sparkrl.models.experts import RoutedExperts
 from sparkrl.models.muse_spark_config import check_config
 from sparkrl.models.packing import PackedRows, packed_attention
@@ -179,6 +181,9 @@ class Attention(hf.MuseSparkTextAttention):
 class DecoderLayer(hf.MuseSparkTextDecoderLayer):
     """One layer: float32 residual stream in and out, compute type inside attention and feed-forward."""
 
+    compile_backend: str | None = None
+    """What compiles the layer's regions where sequences are packed; see `sparkrl.models.compiled`."""
+
     def __init__(self, config: MuseSparkTextConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.self_attn = Attention(config, layer_idx)
@@ -191,12 +196,63 @@ class DecoderLayer(hf.MuseSparkTextDecoderLayer):
         self.post_feedforward_residual_gate = ResidualGate(config)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        packed = kwargs.get("packed")
+        if self.compile_backend is not None and packed is not None:
+            out = self._compiled_forward(hidden_states, packed, kwargs["position_embeddings"])
+            if out is not None:
+                return out
         dtype = self.input_layernorm.weight.dtype
         attended = self.self_attn(self.input_layernorm(hidden_states, dtype), **kwargs)
         attended = _rms(attended, self.post_attention_layernorm.eps)
         hidden_states = self.post_attention_residual_gate(hidden_states, attended)
         fed = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden_states, dtype)))
         return self.post_feedforward_residual_gate(hidden_states, fed)
+
+    def _compiled_forward(
+        self, hidden_1TH: Tensor, packed: PackedRows, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> Tensor | None:
+        """The layer through compiled regions; None where its linear layers are not plain ones."""
+        attention: Any = self.self_attn
+        mlp: Any = self.mlp
+        backend, sparse = self.compile_backend, isinstance(mlp, MoE)
+        qkvg = projections(attention.q_proj, attention.k_proj, attention.v_proj, attention.gate_proj)
+        outs = projections(attention.o_proj)
+        ins = projections(mlp.pre_expert_proj) if sparse else projections(mlp.gate_proj, mlp.up_proj)
+        down = projections(mlp.post_expert_proj if sparse else mlp.down_proj)
+        if qkvg is None or outs is None or ins is None or down is None:
+            return None
+        cos, sin = position_embeddings or (None, None)
+        norm = self.input_layernorm
+        q, k, v, gate_TO = regions.before_attention(
+            backend, hidden_1TH, norm.weight, norm.eps, qkvg, cos, sin, attention.head_dim, attention.qk_norm.eps
+        )
+        scale = attention.scaling * attention.qk_scale_factor
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        heads_TND = packed_attention(q, k, v, packed, scale=scale, window=attention.sliding_window)[0]
+        norm, last = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+        tail = last.weight, last.eps, _gate(self.post_feedforward_residual_gate)
+        attended = (
+            *(heads_TND, gate_TO, hidden_1TH, outs, attention.o_norm.eps, self.post_attention_layernorm.eps),
+            *(_gate(self.post_attention_residual_gate), norm.weight, norm.eps),
+        )
+        if not sparse:
+            return regions.dense_feed(backend, *attended, ins, down, *tail)
+        router, norm = mlp.gate, mlp.pre_expert_norm
+        choice = router.weight, router.e_score_correction_bias, router.output_multiplier, router.top_k
+        hidden_1TH, latent_TL, scores_TE, ids_TK = regions.before_experts(
+            backend, *attended, choice, ins, norm.weight, norm.eps
+        )
+        if router.replay is not None:
+            ids_TK = router.replay(ids_TK)
+        weights_TK = regions.routing_weights(
+            backend, scores_TE, ids_TK, router.norm_topk_prob_eps, router.routed_scaling_factor
+        )
+        mixed_TL = mlp.experts(latent_TL, ids_TK, weights_TK)
+        return regions.after_experts(backend, mixed_TL, hidden_1TH, down, *tail)
+
+
+def _gate(gate: hf.MuseSparkResidualGate) -> regions.Gate:
+    return gate.gate, gate.temperature, gate.eps
 
 
 class MuseSparkTextDecoder(hf.MuseSparkPreTrainedModel):

@@ -23,7 +23,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3 as hf
 
+from sparkrl.models import qwen3_regions as regions
 from sparkrl.models.causal_lm import CausalLM, Head, places
+from sparkrl.models.compiled import projections
 from sparkrl.models.packing import PackedRows, packed_attention
 from sparkrl.models.qwen3_moe import MoE, is_sparse
 
@@ -94,6 +96,9 @@ class Attention(nn.Module):
 class DecoderLayer(GradientCheckpointingLayer):
     """One layer: the residual sum in float32 in and out, compute type inside attention and feed-forward."""
 
+    compile_backend: str | None = None
+    """What compiles the layer's regions where sequences are packed; see `sparkrl.models.compiled`."""
+
     def __init__(self, config: Qwen3AnyConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer_idx)
@@ -105,6 +110,11 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        packed = kwargs.get("packed")
+        if self.compile_backend is not None and packed is not None:
+            out = self._compiled_forward(hidden_states, packed, *kwargs["position_embeddings"])
+            if out is not None:
+                return out
         attended = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = self._carried(hidden_states) + attended
         return self._carried(hidden_states) + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -112,6 +122,39 @@ class DecoderLayer(GradientCheckpointingLayer):
     def _carried(self, hidden_states: Tensor) -> Tensor:
         """What the server's residual stream keeps of a sum; float32 again, so that the next sum is."""
         return hidden_states.to(self.input_layernorm.weight.dtype).float()
+
+    def _compiled_forward(self, hidden_1TH: Tensor, packed: PackedRows, cos: Tensor, sin: Tensor) -> Tensor | None:
+        """The layer through compiled regions; None where its linear layers or its activation are not plain ones."""
+        backend, attention = self.compile_backend, self.self_attn
+        mlp: Any = self.mlp
+        qkv = projections(attention.q_proj, attention.k_proj, attention.v_proj)
+        outs = projections(attention.o_proj)
+        sparse = isinstance(mlp, MoE)
+        gate_up = () if sparse else projections(mlp.gate_proj, mlp.up_proj)
+        down = () if sparse else projections(mlp.down_proj)
+        plain = None not in (qkv, outs, gate_up, down) and attention.config.hidden_act == "silu"
+        if not plain:
+            return None
+        norms = [_norm(n) for n in (self.input_layernorm, attention.q_norm, attention.k_norm)]
+        q, k, v = regions.before_attention(backend, hidden_1TH, norms[0], qkv, cos, sin, attention.head_dim, *norms[1:])
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        heads_TND = packed_attention(q, k, v, packed, scale=attention.scaling, window=None)[0]
+        dtype = self.input_layernorm.weight.dtype
+        attended = heads_TND, hidden_1TH.to(dtype), outs, _norm(self.post_attention_layernorm)
+        if sparse:
+            router = mlp.gate
+            hidden_1TH, x_TH, probs_TE, ids_TK = regions.before_experts(backend, *attended, router.weight, router.top_k)
+            if router.replay is not None:
+                ids_TK = router.replay(ids_TK)
+            weights_TK = regions.routing_weights(backend, probs_TE, ids_TK, router.norm_topk_prob)
+            fed_TH = mlp.experts(x_TH, ids_TK, weights_TK)
+        else:
+            hidden_1TH, fed_TH = regions.before_dense(backend, *attended, gate_up, down)
+        return self._carried(hidden_1TH) + fed_TH
+
+
+def _norm(norm: Any) -> regions.Norm:
+    return norm.weight, norm.eps
 
 
 class _Qwen3(PreTrainedModel):

@@ -26,6 +26,8 @@ def check_config(config: Qwen3Config | Qwen3MoeConfig) -> None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if not kv_heads or heads % kv_heads:
         _refuse(config, "num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
+    if not hasattr(config, "head_dim"):  # Qwen3-MoE's own default is none at all
+        _refuse(config, "head_dim", "nothing", "given")
     if config.head_dim % 2:
         _refuse(config, "head_dim", config.head_dim, "even, for the rotary embedding")
     if not isinstance(config, Qwen3MoeConfig):

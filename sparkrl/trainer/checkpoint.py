@@ -37,17 +37,12 @@ _FORMAT = "1"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def gather_adapter(engine: AdapterEngine) -> dict[str, Tensor]:
-    """The whole adapter under PEFT's names on rank 0's CPU, an empty dict elsewhere. Every rank must call it."""
-    return to_peft(dict(_gathered(engine.trainable().items())))
-
-
 def save(engine: AdapterEngine, folder: str, *, adapter_config: dict[str, Any], counters: dict[str, int]) -> None:
     """Write adapter and optimizer state; every rank must call it, rank 0 writes.
 
     The optimizer's file is complete before the adapter's appears, and each file appears complete or not at all.
     """
-    tensors = gather_adapter(engine)
+    tensors = to_peft(dict(_gathered(engine.trainable().items())))  # on rank 0 alone
     moments = dict(_gathered(_moments(engine)))
     if dist.get_rank() == 0:
         target = Path(folder)

@@ -30,11 +30,14 @@ from verl.workers.engine import FSDPEngineWithLMHead
 
 from sparkrl.config.schema import Base, Config
 from sparkrl.lora.targets import Targets, add_adapter, resolve_targets
+from sparkrl.models.compiled import compile_layers
 from sparkrl.models.registry import load_config
 from sparkrl.quant.checkpoint import CheckpointReader
 from sparkrl.trainer.batch import MicroBatch, Totals
+from sparkrl.trainer.compiler import compile_backend
 from sparkrl.trainer.loading import fill_module, pack_experts
 from sparkrl.trainer.losses import Loss
+from sparkrl.trainer.packed_experts import check_torch
 from sparkrl.trainer.replay import RouteReplay
 
 
@@ -87,6 +90,8 @@ class AdapterEngine(FSDPEngineWithLMHead):
         self.optimizer = self._build_optimizer(self.module)
         self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
         self.replay = RouteReplay(self.module, self.family.router_class)
+        num_frozen = sum(p.numel() for p in self.module.parameters() if not p.requires_grad)
+        compile_layers(self.module, compile_backend(self.cfg, num_frozen))
         self.loss = Loss(self.cfg.algorithm, response_budget=self.cfg.rollout.max_response_tokens)
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -97,6 +102,7 @@ class AdapterEngine(FSDPEngineWithLMHead):
         with torch.device("meta"):
             module: Any = self.family.build(self.text_config, self.dtype)
             if self.cfg.trainer.base is Base.packed:
+                check_torch()
                 pack_experts(module, self.reader, self.family, self.dtype)
         self.targets = resolve_targets(list(self.cfg.lora.targets), self.family, module)
         if self.cfg.trainer.gradient_checkpointing:

@@ -12,11 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparkrl.errors import VersionError
 from sparkrl.models.experts import RoutedExperts
 from sparkrl.quant.packed import Packed
 
 BLOCK_SCALE, SCALE = "_block_scale", "_scale"
 """Endings of the parameters that hold scales, after the weight's name."""
+FIRST_TORCH = (2, 13)
+"""First release in which FSDP2 was seen to shard integer parameters; 2.11 makes all it shards require gradients."""
+
+
+def check_torch(found: str = torch.__version__) -> None:
+    """Refuse a torch whose FSDP2 cannot hold codes.
+
+    Raises:
+        VersionError: torch is older than `FIRST_TORCH`.
+    """
+    if tuple(int(part) for part in found.split(".")[:2]) < FIRST_TORCH:
+        raise VersionError(
+            f"`trainer.base=packed` needs torch {'.'.join(map(str, FIRST_TORCH))} or newer, found {found}: older FSDP2 "
+            "refuses parameters that are not floating point",
+            hint="install the versions of `requirements/`, or set `trainer.base=bf16`",
+        )
 
 
 class PackedExperts(RoutedExperts):

@@ -157,6 +157,15 @@ def test_experts_under_gradient_checkpointing_give_equal_bits():
         assert torch.equal(one, other)
 
 
+def test_experts_backward_over_a_kept_graph_gives_equal_bits_again():
+    ids, base = _routes("spread"), Frozen(torch.float32, norm=True)
+    inputs = _inputs(ids, 3, torch.float32)
+    loss = _ours(base, ids, *inputs).square().sum()
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    again = torch.autograd.grad(loss, inputs)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
 def test_experts_weights_are_asked_for_again_in_backward_and_not_kept():
     class Counting(Frozen):
         asked = 0

@@ -260,6 +260,7 @@ def test_group_of_another_family_lists_the_groups_that_exist():
         ("qwen3_moe", "rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
         ("qwen3_moe", "decoder_sparse_step", 0),
         ("qwen3_moe", "head_dim", None),
+        ("qwen3_moe", "head_dim", ...),  # left out
         ("qwen3_moe", "intermediate_size", -1),
         ("qwen3", "head_dim", 0),
         ("qwen3", "num_key_value_heads", -1),
@@ -268,7 +269,8 @@ def test_group_of_another_family_lists_the_groups_that_exist():
     ],
 )
 def test_config_that_breaks_a_rule_is_refused_with_its_field(name, field, value, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**RAW.get(name, {"model_type": name}), field: value}))
+    raw = {**RAW.get(name, {"model_type": name}), field: value}
+    (tmp_path / "config.json").write_text(json.dumps({key: item for key, item in raw.items() if item is not ...}))
     reported = {"mlp_only_layers": "decoder_sparse_step", "rope_parameters": "rope_parameters.rope_type"}
     with pytest.raises(CheckpointError, match=f"`{reported.get(field, field)}` of a {name} model"):
         load_config(tmp_path)

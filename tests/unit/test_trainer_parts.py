@@ -6,10 +6,13 @@ import torch
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig
 
-from sparkrl.config.schema import Aggregation, AlgorithmConfig, PolicyLoss
+from sparkrl.config.schema import Aggregation, AlgorithmConfig, Compile, Config, Device, PolicyLoss
+from sparkrl.errors import ConfigError, VersionError
 from sparkrl.trainer import platform
 from sparkrl.trainer.batch import Row, Totals, collate, plan
+from sparkrl.trainer.compiler import compile_backend
 from sparkrl.trainer.metrics import agreement, k3, ratio
+from sparkrl.trainer.packed_experts import check_torch
 from sparkrl.types import TrainSequence
 
 
@@ -155,8 +158,6 @@ def test_loss_kl_term_is_k3_to_the_base(make_loss):
 
 
 def test_platform_another_verl_version_is_refused(monkeypatch):
-    from sparkrl.errors import VersionError
-
     monkeypatch.setattr(platform, "VERL_VERSION", "0.0.1")
     with pytest.raises(VersionError, match=r"0\.0\.1"):
         platform.check_version()
@@ -183,3 +184,62 @@ def test_ratio_clip_fraction_is_the_one_verl_counts_for_the_same_loss(loss):
     expected = counted["actor/pg_clipfrac"] + counted["actor/pg_clipfrac_lower"]
     assert 0 < expected < 1
     assert ratio(new, old, rows, AlgorithmConfig(loss=loss))["train/clip_fraction"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_compile_is_for_large_models_on_cuda_unless_asked_and_where_there_is_a_compiler(monkeypatch, tmp_path):
+    found = {}
+    for compiler in ("g++ gcc", ""):
+        monkeypatch.setenv("PATH", str(tmp_path / (compiler or "none")))
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.delenv("CXX", raising=False)
+        for name in compiler.split():
+            program = tmp_path / compiler / name
+            program.parent.mkdir(exist_ok=True)
+            program.touch(mode=0o755)
+        for device in Device:
+            for asked in (Compile.auto, Compile.never):
+                cfg = Config()
+                cfg.cluster.device, cfg.trainer.compile = device, asked
+                for billions in (0.99, 1.0):
+                    found[bool(compiler), device, asked, billions] = compile_backend(cfg, int(billions * 1e9))
+    assert {case for case, backend in found.items() if backend} == {(True, Device.cuda, Compile.auto, 1.0)}
+
+
+@pytest.mark.parametrize("found", ["2.11.0+cu130", "2.9.1"])
+def test_packed_base_on_an_older_torch_is_refused_with_the_way_out(found):
+    with pytest.raises(VersionError, match=rf"2\.13 or newer, found {found.replace('+', '.')}") as caught:
+        check_torch(found)
+    assert "trainer.base=bf16" in caught.value.hint
+
+
+@pytest.mark.parametrize("found", ["2.13.0+cpu", "2.14.0", "3.0.0a0+git1234"])
+def test_packed_base_on_a_newer_torch_is_let_through(found):
+    check_torch(found)
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "variable", "value", "lacks"),
+    [
+        # inductor runs $CXX, or g++ and no other; Triton runs $CC, or gcc, or clang
+        (Device.cpu, "g++", "CXX", "", None),
+        (Device.cpu, "clang++", "CXX", "", "a C++ compiler on the trainer's machine, and there is no g++"),
+        (Device.cpu, "clang++", "CXX", "clang++", None),
+        (Device.cpu, "g++", "CXX", "icpx", "a C++ compiler on the trainer's machine, and there is no icpx"),
+        (Device.cuda, "clang", "CC", "", None),
+        (Device.cuda, "g++", "CC", "", "a C compiler on the trainer's machine, and there is no gcc or clang"),
+        (Device.cuda, "gcc", "CC", "icx", "a C compiler on the trainer's machine, and there is no icx"),
+    ],
+)
+def test_compile_looks_for_the_compiler_that_will_be_run(monkeypatch, tmp_path, device, there, variable, value, lacks):
+    (tmp_path / there).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(variable, value)
+    cfg = Config()
+    cfg.cluster.device, cfg.trainer.compile = device, Compile.always
+    if lacks is None:
+        assert compile_backend(cfg, 1000) == "inductor"
+        return
+    with pytest.raises(ConfigError) as error:
+        compile_backend(cfg, 1000)
+    assert error.value.message == f"`trainer.compile=always` needs {lacks}"
+    assert error.value.hint == f"install one, name it in {variable}, or set `trainer.compile=never`"
