@@ -24,7 +24,7 @@ import torch
 from benchmarks import gpu_model
 from sparkrl.rollout.engine import RolloutServer
 from sparkrl.rollout.spec import ServerSpec
-from sparkrl.types import Adapter, Group, Problem, TrainSequence
+from sparkrl.types import Adapter, Group, Problem, Sampling, TrainSequence
 
 TOKENIZER = Path(__file__).parent.parent / "recipes/quickstart/checkpoint"
 PROMPT, NEW, SEQUENCES = 64, 64, 64
@@ -68,7 +68,7 @@ def agreement(reference: gpu_model.Reference, groups: list[Group]) -> dict[str, 
 
 async def sample(server: RolloutServer, problems: list[Problem], num_tokens: int) -> list[Group]:
     """One response to each problem from whatever the server has loaded, the base model included."""
-    return await server._sample(problems, 1, 1.0, 1.0, num_tokens, 0)
+    return await server._sample(problems, Sampling(max_tokens=num_tokens))
 
 
 async def swap_times(server: RolloutServer, adapters: list[Adapter]) -> dict[str, float]:
@@ -144,8 +144,12 @@ async def measure(folder: Path, fields: dict[str, Any], *, with_speed: bool) -> 
     return out
 
 
-def train(folder: Path, groups: list[Group], adapter: Adapter) -> dict[str, float]:
-    """One trainer rank over served responses: agreement in bfloat16 and speed of an optimizer step."""
+def train(folder: Path, groups: list[Group], adapter: Adapter, *settings: str) -> dict[str, float]:
+    """One trainer rank over served responses: agreement in bfloat16 and speed of an optimizer step.
+
+    Args:
+        settings: of the run's config, on top of the quickstart's.
+    """
     # here, because vLLM's own process imports this module again
     from sparkrl.config.load import load
     from sparkrl.lora.peft_format import from_peft, unpack
@@ -156,7 +160,7 @@ def train(folder: Path, groups: list[Group], adapter: Adapter) -> dict[str, floa
     overrides = [f"model.path={folder}", f"model.max_tokens={PROMPT + SPEED_NEW}", "data.max_prompt_tokens=64"]
     # no learning, so that every timed step does the same: soon all tokens would be clipped and nothing left to learn
     overrides.append("trainer.optimizer.lr=0")
-    cfg = load(["recipe=quickstart", "cluster=gpu1", *overrides, "trainer.max_tokens_per_micro_batch=8192"])
+    cfg = load(["recipe=quickstart", "cluster=gpu1", *overrides, "trainer.max_tokens_per_micro_batch=8192", *settings])
     worker = TrainerWorker(0, 1, cfg)
     worker.start(*worker.open_store(), str(folder), 0)
     parameters = worker.engine.trainable()

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import gpu_model, gpu_yardstick
+from benchmarks import gpu_model, gpu_routes, gpu_yardstick
 from benchmarks.gpu_worker import costliest
 from sparkrl.rollout.engine import RolloutServer
 from sparkrl.rollout.spec import ServerSpec
-from sparkrl.types import Adapter, Group, Problem
+from sparkrl.types import Adapter, Group, Problem, Sampling
 
 TOKENIZER = Path(__file__).parent.parent / "recipes/quickstart/checkpoint"
 PROMPT, NEW, SEQUENCES = 64, 256, 256
@@ -66,14 +66,15 @@ CASES: dict[str, dict[str, Any]] = {
     "attention": {"lora": "attention", "routes": False},
     "all": {"routes": False},
     "all_routes": {},
+    "all_routes_speed": {},
     "all_routes_no_async": {"overrides": {"async_scheduling": False}},
     "all_routes_no_graphs": {"overrides": {"enforce_eager": True, "compilation_config": {"mode": 0}}},
     "sleep": {"overrides": {"enable_sleep_mode": True}},
 }
-"""What differs from a server as training runs it (`all_routes`)."""
+"""What differs from a server as training runs it (`all_routes`, which also samples, swaps and profiles the host)."""
 DEFAULT_CASES = (
     *(f"bf16/{name}" for name in ("plain", "routes", "attention", "all", "all_routes")),
-    *(f"nvfp4/{name}" for name in CASES if name != "routes"),
+    *(f"nvfp4/{name}" for name in CASES if name not in ("routes", "all_routes_speed")),
 )
 
 
@@ -105,7 +106,7 @@ def only_attention(adapter: Adapter) -> Adapter:
 
 async def generate(server: RolloutServer, problems: list[Problem], num_tokens: int) -> list[Any]:
     """vLLM's own outputs for one response to each problem, from whatever the server has loaded."""
-    return await server._generate(problems, 1, 1.0, 1.0, num_tokens, 0, server._lora_request)
+    return await server._generate(problems, Sampling(max_tokens=num_tokens), server._lora_request)
 
 
 async def seconds(call: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
@@ -159,9 +160,9 @@ async def host_profile(server: RolloutServer, problems: list[Problem]) -> dict[s
 
 async def streamed(server: RolloutServer, problems: list[Problem]) -> dict[str, Any]:
     """Speed with one message a token, as stock vLLM sends them."""
-    await server._rpc("bench_whole_outputs", False)
+    await server._rpc("bench_patches", {"whole_outputs": False})
     found = await speed(server, problems)
-    await server._rpc("bench_whole_outputs", True)
+    await server._rpc("bench_patches", {"whole_outputs": True})
     return {key: found[key] for key in ("tokens_per_s", "tokens_per_s_all", "step_wall_ms")}
 
 
@@ -169,7 +170,7 @@ async def samples(server: RolloutServer, problems: list[Problem], adapters: list
     """Samples of the base model, of an adapter, and of the same adapter after it was swapped for others; swap times."""
 
     async def sample() -> list[Group]:
-        return await server._sample(problems, 1, 1.0, 1.0, SAMPLED_NEW, 0)
+        return await server._sample(problems, Sampling(max_tokens=SAMPLED_NEW))
 
     await server.unload_adapter()
     taken = {"base": await sample()}
@@ -200,19 +201,29 @@ async def sleep_and_wake(server: RolloutServer, problems: list[Problem]) -> dict
     """Seconds of vLLM's sleep (level 1: weights to the host) and wake, and whether the same is served afterwards."""
 
     async def first_tokens() -> np.ndarray:
-        groups = await server._sample(problems, 1, 1.0, 1.0, 8, 0)
+        groups = await server._sample(problems, Sampling(max_tokens=8))
         return np.array([(g.responses[0].token_ids[0], g.responses[0].log_probs[0]) for g in groups])
 
     before, again = await first_tokens(), await first_tokens()
+    written = (await server._rpc("bench_adapter_sums"))[0]
     times = []
     for _ in range(3):
         asleep, _ = await seconds(lambda: server._engine.sleep(level=1))
         free, _ = torch.cuda.mem_get_info()
         awake, _ = await seconds(server._engine.wake_up)
-        times.append({"sleep_s": asleep, "wake_s": awake, "free_while_asleep_gib": free / 2**30})
+        survived = float(np.mean(np.equal((await server._rpc("bench_adapter_sums"))[0], written)))
+        times.append(
+            {
+                "sleep_s": asleep,
+                "wake_s": awake,
+                "free_while_asleep_gib": free / 2**30,
+                "equal_adapter_buffers": survived,
+            }
+        )
     free_awake, _ = torch.cuda.mem_get_info()
     after = await first_tokens()
     return {
+        "adapter_buffers": len(written),
         "same_tokens_awake": float((again[:, 0] == before[:, 0]).mean()),
         "same_tokens": float((after[:, 0] == before[:, 0]).mean()),
         "rounds": times,
@@ -245,10 +256,11 @@ async def measure(name: str, folder: Path, fields: dict[str, Any], turn: Path) -
             return out | {"sleep": await sleep_and_wake(server, many[:16])}
         out |= await speed(server, many)
         if name == "all_routes":
-            whole = [await seconds(lambda: server._sample(many, 1, 1.0, 1.0, NEW, 0)) for _ in range(3)]
+            whole = [await seconds(lambda: server._sample(many, Sampling(max_tokens=NEW))) for _ in range(3)]
             tokens = sum(len(group.responses[0].token_ids) for group in whole[0][1])
             out["sample_tokens_per_s"] = tokens / statistics.median(s for s, _ in whole)
             out["streamed"] = await streamed(server, many)
+            out["patches"] = await gpu_routes.compare(server, many[:4])
             out["host"] = await host_profile(server, many)
             out["swap"] = await samples(server, many[:SAMPLED], adapters, turn.with_suffix(".npz"))
         out["memory"] = (await server._rpc("bench_memory"))[0]
@@ -342,6 +354,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=Path("bench_gpu_models"), help="folder of the checkpoints")
     parser.add_argument("--cases", default=",".join(DEFAULT_CASES), help="form/case, separated by commas")
     parser.add_argument("--limit-s", type=float, default=420.0, help="no case starts its turn after so many seconds")
+    parser.add_argument("--yardstick", action="store_true", help="also what each rounding to bfloat16 adds (slow)")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
@@ -366,7 +379,8 @@ def main() -> None:
             result[f"{form}/agreement"] = agreement(folder, fields, samples_at)
             print(form, json.dumps(result[f"{form}/agreement"]), flush=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n")
-            result[f"{form}/yardstick"] = yardstick(folder, fields, samples_at)
+            if args.yardstick:
+                result[f"{form}/yardstick"] = yardstick(folder, fields, samples_at)
     result["model"] = fields | {f"parameters_{key}": n for key, n in gpu_model.num_parameters(fields).items()}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -81,29 +81,42 @@ class MeasuringExtension(WorkerExtension):
         self.bench_host_profiler.disable()
         return costliest(self.bench_host_profiler)
 
-    def bench_whole_outputs(self, on: bool) -> None:
-        """Switch the patch of `whole_outputs` on or off in this process, which is the scheduler's too."""
+    def bench_patches(self, patches: dict[str, bool]) -> None:
+        """Switch patches of the scheduler (`whole_outputs`, `decode_slots`) on or off; this process is its own too."""
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        from sparkrl.rollout.plugin import whole_outputs
+        from sparkrl.rollout.plugin import decode_slots, whole_outputs
 
-        if on:
-            whole_outputs.apply()
-        else:
-            Scheduler.update_from_output = whole_outputs._stock_update  # type: ignore[method-assign]
+        for name, on in patches.items():
+            if on:
+                (whole_outputs if name == "whole_outputs" else decode_slots).apply()
+            elif name == "whole_outputs":
+                Scheduler.update_from_output = whole_outputs._stock_update  # type: ignore[method-assign]
+            else:
+                KVCacheManager.allocate_slots = decode_slots._stock_allocate  # type: ignore[method-assign]
+                KVCacheManager.cache_blocks = decode_slots._stock_cache  # type: ignore[method-assign]
 
     def bench_memory(self) -> dict[str, int]:
         """Bytes: the model, the adapter slot's buffers, all that is allocated, and the most that was."""
+        return {
+            "model": sum(p.numel() * p.element_size() for p in self.model_runner.get_model().parameters()),
+            "adapter_slot": sum(t.untyped_storage().nbytes() for t in self._slot_tensors()),
+            "allocated": torch.cuda.memory_allocated(),
+            "peak": torch.cuda.max_memory_allocated(),
+        }
+
+    def bench_adapter_sums(self) -> list[int]:
+        """A sum over the bits of each buffer that adapters are written to: what is there, not what was sent."""
+        return [int(t.view(torch.int16).long().sum()) for t in self._slot_tensors()]
+
+    def _slot_tensors(self) -> list[torch.Tensor]:
+        """One tensor of each storage that vLLM keeps adapters in."""
         manager = self.model_runner.lora_manager._adapter_manager if self.model_runner.lora_config else None
         stacked = {}
         for module in manager.modules.values() if manager is not None else ():
             for name, value in vars(module).items():
                 if name.endswith("_stacked"):
                     for tensor in value if isinstance(value, tuple | list) else (value,):
-                        stacked[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return {
-            "model": sum(p.numel() * p.element_size() for p in self.model_runner.get_model().parameters()),
-            "adapter_slot": sum(stacked.values()),
-            "allocated": torch.cuda.memory_allocated(),
-            "peak": torch.cuda.max_memory_allocated(),
-        }
+                        stacked[tensor.untyped_storage().data_ptr()] = tensor
+        return list(stacked.values())

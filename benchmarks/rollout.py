@@ -8,7 +8,6 @@ not have on CPU, is the package's in both cases.
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 import ray
 
@@ -16,6 +15,7 @@ from benchmarks.figures import Figure
 from benchmarks.server import StockPunicaSpec, config, measured_server, problems, random_adapter
 from sparkrl.loop.cluster import ray_cluster
 from sparkrl.rollout.spec import ServerSpec
+from sparkrl.types import Sampling
 
 NAME = "rollout"
 PROMPTS, GROUP, MAX_TOKENS = 32, 8, 32
@@ -75,13 +75,13 @@ def run() -> list[Figure]:
 def _measure(dtype: str, threads: int, spec_class: type[ServerSpec]) -> tuple[float, float]:
     """Tokens a second of the base model and with the adapter."""
     cfg = config(f"rollout.dtype={dtype}", f"rollout.num_threads={threads}")
-    sampling: dict[str, Any] = {"num_responses": GROUP, "max_tokens": MAX_TOKENS}
+    sampling = Sampling(num_responses=GROUP, max_tokens=MAX_TOKENS)
     speeds: dict[bool, list[float]] = {False: [], True: []}
     with measured_server(cfg, spec_class=spec_class) as server:
         ray.get(server.load_adapter.remote(random_adapter(cfg)))
         prompts = ray.put(problems(cfg, PROMPTS))
         for _ in range(1 + REPEATS):
             for adapter, values in speeds.items():
-                tokens, seconds = ray.get(server.timed_sample.remote(prompts, adapter=adapter, **sampling))
+                tokens, seconds = ray.get(server.timed_sample.remote(prompts, sampling, adapter=adapter))
                 values.append(tokens / seconds)
     return statistics.median(speeds[False][1:]), statistics.median(speeds[True][1:])

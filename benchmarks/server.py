@@ -18,7 +18,7 @@ from sparkrl.data import load_problems, load_tokenizer
 from sparkrl.lora.zero import zero_adapter
 from sparkrl.rollout.engine import RolloutServer
 from sparkrl.rollout.spec import ServerSpec
-from sparkrl.types import Adapter, Problem
+from sparkrl.types import Adapter, Problem, Sampling
 
 
 class MeasuredServer(RolloutServer):
@@ -45,16 +45,14 @@ class MeasuredServer(RolloutServer):
             raise RuntimeError("vLLM did not load the adapter from disk")
         return seconds
 
-    async def timed_sample(
-        self, problems: list[Problem], *, num_responses: int, max_tokens: int, adapter: bool
-    ) -> tuple[int, float]:
+    async def timed_sample(self, problems: list[Problem], sampling: Sampling, *, adapter: bool) -> tuple[int, float]:
         """Tokens sampled and the seconds it took; without `adapter` the base model answers on the same server."""
         kept = self._lora_request
         if not adapter:
             self._lora_request = None
         try:
             began = time.perf_counter()
-            groups = await self._sample(problems, num_responses, 1.0, 1.0, max_tokens, 0)
+            groups = await self._sample(problems, sampling)
             seconds = time.perf_counter() - began
         finally:
             self._lora_request = kept

@@ -277,7 +277,9 @@ def _messages(prompt: Any) -> Messages:
         for name in ("role", "content"):
             value = message.get(name)
             if not isinstance(value, str) or not value.strip():
-                raise _FieldError(f"prompt[{i}].{name}", "text", value)
+                parts = name == "content" and isinstance(value, list)
+                expected = "text (parts such as images and sound are not trained on)" if parts else "text"
+                raise _FieldError(f"prompt[{i}].{name}", expected, value)
         messages.append({"role": message["role"], "content": message["content"]})
     return tuple(messages)
 

@@ -222,7 +222,8 @@ def _row_scales(global_scale: Tensor, rows: list[int]) -> Tensor:
         scale = scale.squeeze(-1)
     if scale.ndim == len(rows) and rows and 1 < scale.shape[-1] < rows[-1]:
         scale = scale.repeat_interleave(rows[-1] // scale.shape[-1], dim=-1)
-    return scale[(...,) + (None,) * (len(rows) - scale.ndim)].expand(rows).reshape(-1)
+    # one number for all rows would stay a view of itself, which the kernels would read beyond
+    return scale[(...,) + (None,) * (len(rows) - scale.ndim)].expand(rows).reshape(-1).contiguous()
 
 
 def _expand(codes: Tensor, scales: Tensor, row_scale: Tensor, out: Tensor, divide: bool) -> None:

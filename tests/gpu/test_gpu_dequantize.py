@@ -18,12 +18,13 @@ def test_gpu_dequantize_every_code_and_scale_has_the_bits_of_the_cpu(dtype, divi
     packed = torch.arange(256, dtype=torch.uint8).repeat(0x7E, 1)
     blocks = torch.arange(1, 0x7F, dtype=torch.uint8)[:, None].repeat(1, 32)
     for value in (1.0, 2.0**-9, 0.0123456, 3.7e-5, 1.1e-38, 3e-41):
-        scale = torch.full((len(packed),), value)
+        each_row = torch.full((len(packed),), value)
         wanted = torch.empty((len(packed), 512), dtype=dtype)
-        _expand(packed, blocks, scale, wanted, divide)
-        found = dequantize(packed.cuda(), blocks.cuda(), scale.cuda(), dtype=dtype, divide=divide).cpu()
-        same = (found.view(BITS[dtype]) == wanted.view(BITS[dtype])) | (found.isnan() & wanted.isnan())
-        assert same.all(), value
+        _expand(packed, blocks, each_row, wanted, divide)
+        for scale in (each_row, torch.tensor(value)):
+            found = dequantize(packed.cuda(), blocks.cuda(), scale.cuda(), dtype=dtype, divide=divide).cpu()
+            same = (found.view(BITS[dtype]) == wanted.view(BITS[dtype])) | (found.isnan() & wanted.isnan())
+            assert same.all(), (value, scale.ndim)
 
 
 def test_gpu_dequantize_stack_with_odd_rows_equals_the_cpu_and_the_torch_fallback():

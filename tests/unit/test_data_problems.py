@@ -131,6 +131,11 @@ def test_load_problems_when_every_row_is_bad_names_the_rows(tmp_path, tokenizer)
     ("bad", "message"),
     [
         (row("", "1"), r"row 1: no prompt (`prompt[0].content` must be text, got: '')"),
+        (
+            row([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "1"),
+            "row 1: no prompt (`prompt[0].content` must be text (parts such as images and sound are not trained on), "
+            "got: list)",
+        ),
         (row([{"role": "user"}], "1"), "row 1: no prompt (`prompt[0].content` must be text, got: None)"),
         (
             row([{"role": "user", "content": "a"}, {"role": 3, "content": "b"}], "1"),

@@ -178,3 +178,9 @@ print("same")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "same", done.stderr[-2000:]
+
+
+def test_dequantize_one_scale_for_all_rows_is_laid_out_once_a_row():
+    # kernels read it row by row; a view of one number would have them read what lies behind it
+    scales = nvfp4._row_scales(torch.tensor(0.5), [3])
+    assert scales.tolist() == [0.5] * 3 and scales.is_contiguous()

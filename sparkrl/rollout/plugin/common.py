@@ -100,7 +100,7 @@ def _place(name: str) -> tuple[str, str | int | None]:
 
 def _fill(target: str, parameter: Any, tensor: Tensor, shard: str | int | None) -> None:
     if ".routed_experts.w" in target:
-        parameter.data.copy_(_expert_rows(target, tensor))
+        parameter.data.copy_(_expert_rows(target, tensor, len(parameter)))
     elif shard is not None:
         parameter.weight_loader(parameter, tensor, shard)
     elif hasattr(parameter, "weight_loader"):
@@ -111,11 +111,14 @@ def _fill(target: str, parameter: Any, tensor: Tensor, shard: str | int | None) 
         parameter.data.copy_(tensor)
 
 
-def _expert_rows(target: str, stacked: Tensor) -> Tensor:
-    """This tensor-parallel rank's share of the expert width: of gate and of up alike, or of down's input."""
+def _expert_rows(target: str, stacked: Tensor, num_experts: int) -> Tensor:
+    """This rank's share: of the experts where it holds fewer than there are (expert parallel), else of their width, of
+    gate and of up alike, or of down's input."""
     ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
     if ranks == 1:
         return stacked
+    if num_experts * ranks == len(stacked):
+        return stacked.chunk(ranks)[rank]
     if target.endswith("w2_weight"):
         return stacked.chunk(ranks, dim=2)[rank]
     return torch.cat([half.chunk(ranks, dim=1)[rank] for half in stacked.chunk(2, dim=1)], dim=1)

@@ -8,6 +8,7 @@ taken at the start of a block only. A block that falls out of the window is free
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -19,12 +20,16 @@ _DECODE = {"num_lookahead_tokens": 0}
 
 
 def _mid_block(manager: Any, num_tokens: int) -> bool:
-    """Whether token number `num_tokens`, counted from 0, lies in a block that is begun already, in every group."""
-    sizes = manager.__dict__.get("sparkrl_block_sizes")
-    if sizes is None:
-        sizes = frozenset(group.block_size for group in manager.coordinator.single_type_managers)
-        manager.sparkrl_block_sizes = sizes
-    return all(num_tokens % size for size in sizes)
+    """Whether token number `num_tokens`, counted from 0, lies in a block that is begun already, in every group.
+
+    Asked twice a token, so one division: by what divides every group's block size. Where sizes share no divisor, every
+    token is taken for the first of a block, and stock's look is taken.
+    """
+    divisor = manager.__dict__.get("sparkrl_block_divisor")
+    if divisor is None:
+        divisor = math.gcd(*(group.block_size for group in manager.coordinator.single_type_managers))
+        manager.sparkrl_block_divisor = divisor
+    return num_tokens % divisor != 0
 
 
 def _allocate(self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:

@@ -99,7 +99,14 @@ class CpuExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
     ) -> None:
         """Write the layer's output, model dtype [N, H], into `output`."""
         x_NH, top_k = hidden_states, topk_ids.shape[1]
-        expert_S, order_S = topk_ids.reshape(-1).long().sort(stable=True)
+        ids_S = topk_ids.reshape(-1).long()
+        expert_S, order_S = (ids_S if expert_map is None else expert_map[ids_S].long()).sort(stable=True)
+        if expert_map is not None:  # expert parallel: -1 is another worker's expert, whose output is added there
+            elsewhere = int((expert_S < 0).sum())
+            expert_S, order_S = expert_S[elsewhere:], order_S[elsewhere:]
+            if not len(order_S):
+                output.zero_()
+                return
         token_S = order_S // top_k
         ends_E = torch.bincount(expert_S, minlength=w1.shape[0]).cumsum(0).to(torch.int32)
         x_SH = x_NH[token_S]
@@ -123,7 +130,7 @@ class CpuExperts(LoRAExpertsMixin, mk.FusedMoEExpertsModular):
 
         # Back to slot order and summed there: an index_add over sorted rows would sum in an order that depends on the
         # rest of the batch.
-        y_NKH = torch.empty_like(y_SH).index_copy_(0, order_S, y_SH).view(-1, top_k, y_SH.shape[-1])
+        y_NKH = y_SH.new_zeros(len(ids_S), y_SH.shape[1]).index_copy_(0, order_S, y_SH).unflatten(0, (-1, top_k))
         output.copy_((y_NKH * topk_weights.float().unsqueeze(-1)).sum(1))
 
     def _norm(self, norm: Callable[[Tensor], Tensor], y_SH: Tensor) -> Tensor:
