@@ -34,7 +34,7 @@ def quantize(
     src: Path, dst: Path, *, form: str | None, scales: str, ignore: list[str] | None, shard_bytes: int
 ) -> None:
     """Quantize the routed experts of `src` into `dst`."""
-    with _progress("quantize") as report:
+    with _resumable("quantize") as report:
         quantize_checkpoint(
             src, dst, form=form, scales=Scales(scales), ignore=ignore, shard_bytes=shard_bytes, progress=report
         )
@@ -43,7 +43,7 @@ def quantize(
 
 def dequantize(src: Path, dst: Path, *, shard_bytes: int) -> None:
     """Write the BF16 form of `src` into `dst`."""
-    with _progress("dequantize") as report:
+    with _resumable("dequantize") as report:
         dequantize_checkpoint(src, dst, shard_bytes=shard_bytes, progress=report)
     print(f"wrote {dst}")
 
@@ -58,7 +58,7 @@ def export(adapter: Path, dst: Path, *, form: str, model: Path | None) -> None:
 def merge(adapter: Path, dst: Path, *, model: Path | None, shard_bytes: int) -> None:
     """Write the BF16 checkpoint of the model with an adapter, or that of a run's newest checkpoint, added to it."""
     folder = adapter_folder(adapter)
-    with _progress("merge") as report:
+    with _resumable("merge") as report:
         count = merge_adapter(folder, dst, model=model, shard_bytes=shard_bytes, progress=report)
     print(f"wrote {dst}: {count} weights changed by {folder}")
 
@@ -112,6 +112,25 @@ def _progress(verb: str) -> Iterator[Report]:
         yield line
         return
     columns = (TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[file]}"), console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=None, file="")
-        yield lambda file, done, total: bar.update(task, completed=done, total=total, file=file)
+    bar = Progress(*columns, TextColumn("{task.fields[file]}"), console=Console(stderr=True))
+    task = bar.add_task("", total=None, file="")
+
+    def draw(file: str, done: int, total: int) -> None:
+        bar.start()  # only now: what is refused at once leaves no empty bar behind
+        bar.update(task, completed=done, total=total, file=file)
+
+    try:
+        yield draw
+    finally:
+        bar.stop()
+
+
+@contextlib.contextmanager
+def _resumable(verb: str) -> Iterator[Report]:
+    """The same for work that goes on where it was stopped."""
+    try:
+        with _progress(verb) as report:
+            yield report
+    except KeyboardInterrupt:
+        print("finished shards are kept: the same command goes on after them", file=sys.stderr)
+        raise

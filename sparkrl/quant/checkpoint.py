@@ -209,6 +209,10 @@ class CheckpointReader:
             files = sorted(set(index.values()))
         elif (self.path / SINGLE).exists() or (self.path / SINGLE).is_symlink():
             files = [SINGLE]
+            # without an index vLLM's own loaders read every one of them, in an order of their choice
+            for file in sorted({path.name for path in self.path.glob("*.safetensors")} - {SINGLE}):
+                problem = f"{file} lies beside {SINGLE}, and without an index vLLM serves what either holds"
+                self.findings.append(Finding(problem, None, file, "move it out of the folder"))
         else:
             raise self._no_weights()
         for file in files:

@@ -50,8 +50,9 @@ def quantize_checkpoint(
 ) -> None:
     """Write a checkpoint whose routed experts are in four bits; everything else is copied.
 
-    Global scales are powers of two, so that the BF16 dequantization of every weight is exact. Input scales are 1: they
-    matter only to servers that quantize activations as well, and those need scales calibrated on data.
+    Global scales are powers of two, so that the BF16 dequantization of every weight is exact. What is written is W4A16:
+    nothing is calibrated on data, and the config declares that activations stay in 16 bits. The input scales of
+    ModelOpt's forms are 1, which changes nothing in a server that multiplies by them without looking.
 
     Args:
         src: a checkpoint with plain weights.

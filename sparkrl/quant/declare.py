@@ -23,14 +23,16 @@ def quantization_config(form: str, plain: Sequence[str], model_type: str) -> dic
         model_type: of config.json; vLLM's Muse Spark has module names of its own.
     """
     if form.startswith("modelopt"):
-        group = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK}
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK}
         return {
             "quant_method": "modelopt",
             "quant_algo": "NVFP4",
             "group_size": nvfp4.BLOCK,
             "kv_cache_scheme": None,
             "ignore": _globs(plain, model_type),
-            "config_groups": {"group_0": {"input_activations": group, "weights": group, "targets": ["Linear"]}},
+            # Nothing was calibrated. vLLM takes this for W4A16 on every GPU, where it would quantize activations with
+            # input scales of 1 on Blackwell otherwise.
+            "config_groups": {"group_0": {"input_activations": None, "weights": weights, "targets": ["Linear"]}},
         }
     if form == "mxfp4":
         return {"quant_method": "mxfp4", "modules_to_not_convert": _globs(plain, model_type)}

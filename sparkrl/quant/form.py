@@ -200,7 +200,7 @@ def _parse(section: dict[str, Any]) -> Scheme | None:
     forms: tuple[str, ...]
     if method in ("modelopt", "modelopt_fp4"):
         algorithm, group = str(section.get("quant_algo", "")).upper(), section.get("group_size")
-        if algorithm != "NVFP4" or group not in (None, nvfp4.BLOCK):
+        if algorithm not in ("NVFP4", "W4A16_NVFP4") or group not in (None, nvfp4.BLOCK):
             return None
         title, forms = "ModelOpt NVFP4", ("modelopt", "modelopt-stacked")
     elif method == "compressed-tensors":

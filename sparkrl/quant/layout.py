@@ -101,15 +101,23 @@ def arrange(
     for name, matrix in matrices:
         if found := _SINGLE.match(name):
             part, half = _PARTS[found[3]]
-            stacks.setdefault(f"{found[1]}.{part}", {}).setdefault(int(found[2]), {})[half] = matrix
+            expert = stacks.setdefault(f"{found[1]}.{part}", {}).setdefault(int(found[2]), {})
+            if half in expert:
+                findings.append(_twice(expert[half], matrix, stored))
+            expert[half] = matrix
         else:
+            if name in logical:
+                findings.append(_twice(logical[name].first, matrix, stored))
             alternate = bool(matrix.names and matrix.names.alternate)
             transposed = alternate and config.get("model_type") == GPT_OSS
             shape = (*matrix.shape[:-2], *matrix.shape[:-3:-1]) if transposed else matrix.shape
             alternate = alternate and not transposed and name.endswith("gate_up_proj")
             logical[name] = Logical(name, shape, ((matrix,),), alternate=alternate, transposed=transposed)
     for name, experts in stacks.items():
-        if stack := _stack(name, experts, stored, findings):
+        if name in logical:
+            first = experts[min(experts)]
+            findings.append(_twice(logical[name].first, first[min(first)], stored))
+        elif stack := _stack(name, experts, stored, findings):
             logical[name] = stack
     for tensor in logical.values():
         findings += _check_experts(tensor, stored, scheme, config)
@@ -161,6 +169,12 @@ def _matrices(
             yield base + quantized.logical, Matrix(name, (*shape[:-1], 2 * shape[-1]), quantized)
         else:
             yield name, Matrix(name, tensor.shape)
+
+
+def _twice(one: Matrix, other: Matrix, stored: Mapping[str, Stored]) -> Finding:
+    file = stored[other.name].file
+    problem = f"`{one.name}` in {stored[one.name].file} and `{other.name}` in {file} are the same weight"
+    return Finding(problem, other.name, file, "two forms of one weight may differ; remove the one that is not meant")
 
 
 def _is_scale(name: str, ending: str) -> bool:

@@ -221,6 +221,21 @@ def test_reader_tensor_in_two_shards_is_named(folder):
         CheckpointReader(folder)
 
 
+def test_reader_file_that_the_server_would_read_besides_is_refused(folder):
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, folder / "old.safetensors")
+    with pytest.raises(CheckpointError, match=r"old\.safetensors lies beside model\.safetensors") as caught:
+        CheckpointReader(folder)
+    assert caught.value.hint == "move it out of the folder"
+    (folder / "old.safetensors").unlink()
+    CheckpointReader(folder)
+
+
+def test_reader_file_that_the_index_leaves_out_is_left_out(folder):
+    shard(folder)
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, folder / "old.safetensors")  # vLLM goes by the index too
+    assert CheckpointReader(folder).shape("lm_head.weight") != (2, 2)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
 def test_reader_pickled_weights_are_refused_unread(folder, name):
     (folder / "model.safetensors").rename(folder / name)

@@ -14,6 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from sparkrl.errors import CheckpointError
 from sparkrl.quant.checkpoint import CheckpointReader
 from sparkrl.quant.form import is_ignored
+from sparkrl.quant.verify import verify_checkpoint
 
 FORMS = list(SCHEMES)
 STACK = PREFIX.format(1)
@@ -70,11 +71,12 @@ def test_form_gpt_oss_equals_transformers_layout_and_values(tmp_path):
         assert torch.equal(reader.read(f"{STACK}.{part}"), theirs)
 
 
-def test_form_modelopt_in_hf_quant_config_is_found(tmp_path):
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
+def test_form_modelopt_in_hf_quant_config_is_found(tmp_path, algorithm):
     expected = build(tmp_path, "modelopt", quantization_config=None)
     with pytest.raises(CheckpointError, match="no `quantization_config`"):
         CheckpointReader(tmp_path)
-    section = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": IGNORED["modelopt"][1]}
+    section = {"quant_algo": algorithm, "group_size": 16, "exclude_modules": IGNORED["modelopt"][1]}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": section}))
     name = f"{STACK}.down_proj"
     assert torch.equal(
@@ -167,6 +169,29 @@ def test_form_expert_that_differs_from_the_others_is_named(tmp_path, edit, messa
     change(tmp_path, edit)
     with pytest.raises(CheckpointError, match=message):
         CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "both"),
+    [
+        (f"{STACK}.down_proj", (EXPERTS, WIDTH, INNER), (f"{STACK}.down_proj", f"{STACK}.0.down_proj.weight_packed")),
+        (f"{STACK}.2.w2.weight", (WIDTH, INNER), (f"{STACK}.2.w2.weight", f"{STACK}.2.down_proj.weight_packed")),
+        (
+            f"{STACK}.2.up_proj.weight",
+            (INNER, WIDTH),
+            (f"{STACK}.2.up_proj.weight", f"{STACK}.2.up_proj.weight_packed"),
+        ),
+    ],
+)
+def test_form_weight_stored_twice_is_refused_and_both_are_named(tmp_path, name, shape, both):
+    build(tmp_path, "compressed-tensors")
+    change(tmp_path, lambda tensors: tensors.update({name: torch.zeros(shape, dtype=torch.bfloat16)}))
+    with pytest.raises(CheckpointError, match="are the same weight") as caught:
+        CheckpointReader(tmp_path)
+    assert all(f"`{one}` in model.safetensors" in caught.value.message for one in both)
+    # verification lists it, and reads on
+    report = verify_checkpoint(tmp_path)
+    assert [found.problem for found in report.findings if "are the same weight" in found.problem]
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf, 1e-39])
