@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkrl.config.schema import Base, Config, Device, Precision, Swap
+from sparkrl.config.schema import Base, Config, Device, Precision, Swap, Transport
 from sparkrl.planning.adapter import AdaptedWeight, adapted_weights, server_rank
 from sparkrl.planning.facts import ModelFacts
 from sparkrl.planning.weights import Split, Stored, Weight
@@ -20,6 +20,8 @@ _ADAM_BYTES = 16
 """Bytes of an adapter parameter: value, gradient and AdamW's two moments, float32 each."""
 _GATHERED, _ACTIVATIONS = "gathered layers (estimate)", "activations (estimate)"
 _UNPACKED = "one layer unpacked"
+_LEFT = "adapter left for the servers"
+_GPUS_A_NODE = 8
 _GATHERED_LAYERS = 3
 """Whole layers a rank holds at worst: the one it computes, and the next, whose gather buffer and unpacked copy exist
 side by side for a moment."""
@@ -33,7 +35,7 @@ class Layout:
     num_replicas: int
     """Servers, each with all of the data-parallel prompts it is given."""
     num_ranks: int
-    """Of the trainer's FSDP2 group."""
+    """Of the trainer's FSDP2 group; 0 in an evaluation, which has none."""
     pipeline_parallel: int = 1
     """Stages that a server's layers are divided over."""
     expert_parallel: bool = False
@@ -118,7 +120,9 @@ def _server_activations(config: Config, facts: ModelFacts, layout: Layout) -> fl
 
 
 def trainer_bytes(config: Config, facts: ModelFacts, layout: Layout) -> dict[str, int]:
-    """Bytes on one trainer rank, by purpose: the fullest rank where rows do not divide evenly."""
+    """Bytes on one trainer rank, by purpose: the fullest rank where rows do not divide evenly; nothing without one."""
+    if not layout.num_ranks:
+        return {}
     plain, ranks = element_bytes(config.trainer.dtype), layout.num_ranks
     packed = config.trainer.base is Base.packed
     weights = facts.weights(untied=True)
@@ -131,6 +135,7 @@ def trainer_bytes(config: Config, facts: ModelFacts, layout: Layout) -> dict[str
         "base shard": base,
         "adapter": adapter * FP32,
         "gradients and AdamW": adapter * (_ADAM_BYTES - FP32),
+        **({_LEFT: adapter * element_bytes(config.rollout.adapter_dtype)} if _leaves_on_device(config) else {}),
         _GATHERED: 0.0,
         _ACTIVATIONS: _trainer_activations(config, facts),
     }
@@ -146,11 +151,18 @@ def trainer_bytes(config: Config, facts: ModelFacts, layout: Layout) -> dict[str
     return {name: round(value) for name, value in parts.items()}
 
 
+def _leaves_on_device(config: Config) -> bool:
+    """Whether ranks leave the adapter on their GPUs for the servers, as `auto` does on one machine."""
+    transport, cluster = config.rollout.adapter_transport, config.cluster
+    one_node = transport is Transport.auto and cluster.num_gpus <= _GPUS_A_NODE
+    return cluster.device is Device.cuda and (one_node or transport is Transport.cuda_ipc)
+
+
 def whole_layers(config: Config, facts: ModelFacts, layout: Layout) -> int:
     """Bytes of a trainer rank that do not shrink with more ranks: FSDP2 gathers whole layers, however many ranks there
     are, and no sequence is divided."""
     parts = trainer_bytes(config, facts, layout)
-    return parts[_GATHERED] + parts[_ACTIVATIONS] + parts.get(_UNPACKED, 0)
+    return sum(parts.get(name, 0) for name in (_GATHERED, _ACTIVATIONS, _UNPACKED))
 
 
 def _held(weight: Weight, plain: int, *, packed: bool = False) -> float:

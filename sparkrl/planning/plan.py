@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparkrl.config.schema import Config, Device
+from sparkrl.models.tensor_parallel import check_tensor_parallel, divides
 from sparkrl.planning.adapter import adapted_weights
 from sparkrl.planning.facts import ModelFacts, read_facts
 from sparkrl.planning.memory import FP32, Layout, element_bytes, server_bytes, trainer_bytes, whole_layers
@@ -28,7 +29,7 @@ class Fit:
     server_bytes: int
     """On each GPU of a server."""
     trainer_bytes: int
-    """On each trainer rank."""
+    """On each trainer rank; 0 where there is none."""
     fits: bool | None
     """None where the memory of a GPU is unknown."""
     side: str
@@ -55,6 +56,8 @@ class Plan:
     trainer: dict[str, int]
     trainer_floor_bytes: int
     """Part of a trainer rank that more ranks do not shrink."""
+    responses: int
+    """Of one step, or of one call of an evaluation."""
     kv: dict[str, float]
     adapter: dict[str, int]
     replay: dict[str, int]
@@ -71,16 +74,20 @@ class Plan:
 def make_plan(config: Config) -> Plan:
     """Work out a plan; nothing is started and no weight is read.
 
+    Without training data (`data.path` is empty) it is an evaluation's: servers and no trainer.
+
     Raises:
-        ConfigError, CheckpointError: the model's shape or the adapter's targets cannot be read.
+        ConfigError, CheckpointError: the model's shape or the adapter's targets cannot be read, or servers cannot
+            divide the model as they are asked to.
     """
     facts = read_facts(config)
     rollout, trainer = config.rollout, config.trainer
+    check_tensor_parallel(rollout.tensor_parallel_size, **_divided(facts))
     usable = round(config.cluster.gpu_memory_gb * 1e9 * USABLE) or None
     layout = Layout(
         tensor_parallel=rollout.tensor_parallel_size,
         num_replicas=rollout.num_replicas,
-        num_ranks=trainer.num_workers,
+        num_ranks=trainer.num_workers if config.data.path else 0,
         colocated=config.cluster.colocate,
     )
     return Plan(
@@ -93,6 +100,7 @@ def make_plan(config: Config) -> Plan:
         server=server_bytes(config, facts, layout),
         trainer=trainer_bytes(config, facts, layout),
         trainer_floor_bytes=whole_layers(config, facts, layout),
+        responses=_responses(config),
         kv=_kv(config, facts),
         adapter=_adapter(config, facts),
         replay=_replay(config, facts),
@@ -101,11 +109,19 @@ def make_plan(config: Config) -> Plan:
     )
 
 
+def _responses(config: Config) -> int:
+    """Responses that are asked for at once: a step's, or those of one call of an evaluation."""
+    if config.data.path:
+        return config.loop.num_prompts * config.loop.group_size
+    fills = 2 * config.rollout.max_num_seqs * config.rollout.num_replicas
+    return (config.eval.problems_at_once or max(fills // config.eval.k, 1)) * config.eval.k
+
+
 def _kv(config: Config, facts: ModelFacts) -> dict[str, float]:
     rollout = config.rollout
     context, width = config.model.max_tokens, element_bytes(rollout.dtype)
     one = facts.kv_bytes(context, element_bytes=width, num_gpus=rollout.tensor_parallel_size)
-    responses = -(-config.loop.num_prompts * config.loop.group_size // rollout.num_replicas)
+    responses = -(-_responses(config) // rollout.num_replicas)
     concurrency = min(rollout.max_num_seqs, responses)
     per_sequence = sum(one.values())
     given = rollout.kv_cache_gib * 2**30
@@ -138,7 +154,7 @@ def _adapter(config: Config, facts: ModelFacts) -> dict[str, int]:
 
 def _replay(config: Config, facts: ModelFacts) -> dict[str, int]:
     per_token = facts.sparse_layers * facts.top_k * (1 if facts.num_experts <= _UINT8_EXPERTS else 2)
-    tokens = config.loop.num_prompts * config.loop.group_size * config.model.max_tokens
+    tokens = _responses(config) * config.model.max_tokens
     return {"bytes_per_token": per_token, "bytes_per_step_at_most": per_token * tokens}
 
 
@@ -146,18 +162,20 @@ def _layouts(config: Config, facts: ModelFacts, usable: int | None) -> tuple[Fit
     """Every division of the run's GPUs that the model's shape allows: those that fit and that this version runs first.
 
     A server's GPUs are tensor (TP), pipeline (PP) and expert parallel (EP), servers share out the prompts (data
-    parallel), and the trainer is one FSDP2 group over the rest.
+    parallel), and the trainer is one FSDP2 group over the rest; an evaluation's servers take them all.
     """
-    gpus = config.cluster.num_gpus
+    gpus, trains = config.cluster.num_gpus, bool(config.data.path)
     if config.cluster.device is Device.cpu or config.cluster.colocate or usable is None:
         return ()
     found = []
     sizes = [2**i for i in range(gpus.bit_length())]
     for tensor, stages, expert in itertools.product(sizes, sizes, (False, True)):
         size = tensor * stages
-        if size >= gpus or not _divides(facts, tensor, expert) or stages > facts.num_layers:
+        if size > gpus - trains or not _divides(facts, tensor, expert) or stages > facts.num_layers:
             continue
-        for replicas in range(1, (gpus - 1) // size + 1):
+        if not trains and gpus % size:
+            continue
+        for replicas in range(1, (gpus - 1) // size + 1) if trains else (gpus // size,):
             layout = Layout(
                 tensor_parallel=tensor,
                 pipeline_parallel=stages,
@@ -172,12 +190,18 @@ def _layouts(config: Config, facts: ModelFacts, usable: int | None) -> tuple[Fit
 
 
 def _divides(facts: ModelFacts, size: int, expert_parallel: bool) -> bool:
-    heads = facts.num_heads % size == 0 and (facts.num_kv_heads % size == 0 or size % facts.num_kv_heads == 0)
+    shape = _divided(facts)
     if expert_parallel:
+        heads = divides(size, **shape | {"width": 0})
         return heads and size > 1 and facts.num_experts > 0 and facts.num_experts % size == 0
     block = _NVFP4_BLOCK if facts.quantized_layers else 1
-    inner = facts.moe_intermediate_size or facts.intermediate_size
-    return heads and inner % (size * block) == 0
+    return shape["width"] % block == 0 and divides(size, **shape | {"width": shape["width"] // block})
+
+
+def _divided(facts: ModelFacts) -> dict[str, int]:
+    """What tensor parallelism divides."""
+    width = facts.moe_intermediate_size or facts.intermediate_size
+    return {"num_heads": facts.num_heads, "num_kv_heads": facts.num_kv_heads, "width": width}
 
 
 def _fit(config: Config, facts: ModelFacts, layout: Layout, usable: int | None) -> Fit:

@@ -17,7 +17,7 @@ def render(plan: Plan, console: Console) -> None:
     """Print a plan."""
     facts, total = plan.facts, sum(plan.parameters.values())
     tables = plan.parameters.get("embedding", 0) + plan.parameters.get("head", 0)
-    console.print(f"[bold]{plan.recipe}[/bold]: {facts.source}")
+    console.print(f"[bold]{plan.recipe}[/bold]: {facts.source}", soft_wrap=True)
     parts = _table("Parameters", "part", "parameters")
     for name, number in sorted(plan.parameters.items(), key=lambda item: -item[1]):
         parts.add_row(name, f"{number:,}")
@@ -28,7 +28,8 @@ def render(plan: Plan, console: Console) -> None:
 
     layout = plan.chosen.layout
     console.print(_bytes_table(f"Server, each GPU ({shape_of(layout)})", plan.server, plan.usable_bytes))
-    console.print(_bytes_table(f"Trainer, each rank (FSDP {layout.num_ranks})", plan.trainer, plan.usable_bytes))
+    if layout.num_ranks:
+        console.print(_bytes_table(f"Trainer, each rank (FSDP {layout.num_ranks})", plan.trainer, plan.usable_bytes))
 
     kv = plan.kv
     rest = _table("KV cache, adapter, routes", "what", "value")
@@ -47,9 +48,11 @@ def render(plan: Plan, console: Console) -> None:
     )
     rest.add_row("adapter", f"{plan.adapter['parameters']:,} parameters ({_count(plan.adapter['parameters'])})")
     rest.add_row("adapter bytes per swap (`rollout.adapter_dtype`)", size(plan.adapter["bytes_per_swap"]))
-    rest.add_row("checkpoint of adapter and AdamW", size(plan.adapter["checkpoint_bytes"]))
+    if layout.num_ranks:
+        rest.add_row("checkpoint of adapter and AdamW", size(plan.adapter["checkpoint_bytes"]))
     rest.add_row("routes", f"{plan.replay['bytes_per_token']:,} bytes a token")
-    rest.add_row("routes of one step, at most", size(plan.replay["bytes_per_step_at_most"]))
+    once = f"one {'step' if layout.num_ranks else 'call'} of {plan.responses} responses"
+    rest.add_row(f"routes of {once}, at most", size(plan.replay["bytes_per_step_at_most"]))
     console.print(rest)
 
     if layout.num_ranks > 1:
@@ -69,7 +72,7 @@ def render(plan: Plan, console: Console) -> None:
         False: "[red]does not fit[/red]",
         None: "not judged, `cluster.gpu_memory_gb` is 0",
     }
-    console.print(f"Plan: {verdict[plan.chosen.fits]}. Binding: {plan.chosen.binds}.")
+    console.print(f"Plan: {verdict[plan.chosen.fits]}. Binding: {plan.chosen.binds}.", soft_wrap=True)
 
 
 def size(num_bytes: float) -> str:
@@ -114,9 +117,9 @@ def _layout_table(plan: Plan) -> Table:
     for fit in shown:
         table.add_row(
             shape_of(fit.layout) + (" <- chosen" if fit is chosen else ""),
-            f"FSDP {fit.layout.num_ranks}",
+            f"FSDP {fit.layout.num_ranks}" if fit.layout.num_ranks else "none",
             size(fit.server_bytes),
-            size(fit.trainer_bytes),
+            size(fit.trainer_bytes) if fit.layout.num_ranks else "-",
             "yes" if fit.fits else "no",
             f"{fit.side}: {fit.largest}",
             fit.runs.partition(":")[0],

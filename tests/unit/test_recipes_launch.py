@@ -48,18 +48,39 @@ def test_large_recipes_share_the_reference_runs_settings(name: str) -> None:
     assert config.loop.k3_patience == 5
 
 
+def check_overrides(name: str, found: list[str]) -> None:
+    assert found[0] == f"recipe={name}"
+    config = load(found, check_paths=False)
+    assert (config.recipe_name, config.data.path) == (name, "/shared/data/dapo_math.parquet")
+    assert config.model.path.startswith("/shared/")
+    assert config.cluster.address == "auto"
+
+
 @pytest.mark.parametrize("name", NODES)
-@pytest.mark.parametrize("file", ["ray_job.sh", "slurm.sbatch"])
-def test_shell_launch_file_parses_and_gives_known_keys(name: str, file: str) -> None:
-    path = RECIPES / name / "launch" / file
+def test_slurm_file_parses_and_gives_known_keys(name: str) -> None:
+    path = RECIPES / name / "launch/slurm.sbatch"
     subprocess.run(["bash", "-n", str(path)], check=True)
     text = path.read_text().replace("\\\n", " ")
     line = next(line for line in text.splitlines() if "sparkrl train" in line)
     found = overrides_of(line.replace('"$@"', "").removesuffix("&").strip())
-    assert found[0] == f"recipe={name}"
-    config = load([word.replace("$SHARED", "/shared") for word in found], check_paths=False)
-    assert (config.recipe_name, config.data.path) == (name, "/shared/data/dapo_math.parquet")
-    assert config.cluster.address == "auto"
+    check_overrides(name, [word.replace("$SHARED", "/shared") for word in found])
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_ray_job_of_the_readme_submits_known_keys(name: str, tmp_path: Path) -> None:
+    (line,) = re.findall(r"recipes/ray_job\.sh.*", (RECIPES / name / "README.md").read_text())
+    ray = tmp_path / "ray"  # in place of Ray's: says what it was asked for
+    ray.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    ray.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_ADDRESS": "http://head:8265", "SHARED": "/shared"}
+    command = ["bash", *shlex.split(line), "seed=1"]
+    asked = subprocess.run(
+        command, cwd=RECIPES.parent, env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert asked[: asked.index("--")] == ["job", "submit", "--address", "http://head:8265", "--no-wait"]
+    found = overrides_of(shlex.join(asked[asked.index("--") + 1 :]))
+    check_overrides(name, found)
+    assert found[-1] == "seed=1"
 
 
 @pytest.mark.parametrize("name", NODES)
