@@ -61,7 +61,7 @@ bench: $(STAMP) ## Measure speed as ratios, side by side in one run
 bench-gpu: ## Measure Muse Spark on this machine's GPU, into runs/bench/gpu_*.json (an environment with vLLM for CUDA)
 	@mkdir -p runs/bench
 	@$(PYTHON) -m benchmarks.gpu --out runs/bench/gpu.json
-	@for name in expert_lora swap dequantize head; do \
+	@for name in expert_lora swap dequantize head stock_forms; do \
 	  $(PYTHON) -m benchmarks.gpu_$$name --out runs/bench/gpu_$$name.json; done
 	@$(PYTHON) -m benchmarks.gpu_rollout --out runs/bench/gpu_rollout.json --models runs/bench/gpu_models
 
