@@ -22,6 +22,8 @@ from sparkrl.errors import ConfigError, SparkrlError
 if TYPE_CHECKING:
     from sparkrl.config.schema import Config
 
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130
 
@@ -73,14 +75,30 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     debug = argparse.ArgumentParser(add_help=False)
     debug.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    folder = Path(__file__).parent / "conf" / "recipe"
+    recipes = f"recipes: {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
 
-    train = commands.add_parser("train", parents=[debug], help="train a recipe")
+    train = _command(
+        commands,
+        "train",
+        [debug],
+        "train the adapter of a recipe",
+        "sparkrl train recipe=quickstart loop.num_steps=50 trainer.optimizer.lr=1e-3",
+        "Ctrl-C finishes the step, saves it and leaves (exit code 130); `loop.resume=RUN_FOLDER` goes on.\n" + recipes,
+    )
     train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe=NAME and any key of the configuration")
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     train.add_argument("--dry-run", action="store_true", help="print the configuration and its plan, and stop")
     train.set_defaults(run=_train)
 
-    evaluate = commands.add_parser("eval", parents=[debug], help="evaluate an adapter, or the base model")
+    evaluate = _command(
+        commands,
+        "eval",
+        [debug],
+        "evaluate an adapter beside the base model, or the base model alone",
+        "sparkrl eval recipe=quickstart adapter=runs/quickstart/latest k=8",
+        "A stopped evaluation goes on with `eval.resume=FOLDER`; no answered problem is asked again.\n" + recipes,
+    )
     evaluate.add_argument(
         "overrides",
         nargs="*",
@@ -95,16 +113,26 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     evaluate.set_defaults(run=_evaluate)
 
-    plan = commands.add_parser(
-        "plan", parents=[debug], help="what a recipe needs: bytes per GPU, layouts, what binds; exit code 1: too much"
+    plan = _command(
+        commands,
+        "plan",
+        [debug],
+        "what a recipe needs: bytes per GPU, layouts, what binds; exit code 1: too much",
+        "sparkrl plan recipe=dapo_math cluster.gpu_memory_gb=192",
+        "Nothing is started: neither a GPU nor weights nor data are needed.\n" + recipes,
     )
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="recipe=NAME and any key of the configuration")
     plan.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     plan.set_defaults(run=_plan)
 
-    data = commands.add_parser("data", parents=[debug], help="make data sets ready")
-    prepare = data.add_subparsers(required=True, metavar="action").add_parser(
-        "prepare", parents=[debug], help="deduplicate a published data set and write it as parquet with a manifest"
+    example = "sparkrl data prepare dapo_math --source dapo.parquet --out dapo_math.parquet"
+    data = _command(commands, "data", [debug], "make data sets ready", example)
+    prepare = _command(
+        data.add_subparsers(required=True, metavar="action"),
+        "prepare",
+        [debug],
+        "deduplicate a published data set and write it as parquet with a manifest",
+        example,
     )
     prepare.add_argument("name", metavar="NAME", help="dapo_math, aime2024 or aime2025")
     prepare.add_argument("--source", help="file, folder or Hugging Face id; without it the published data set")
@@ -113,33 +141,68 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_checkpoint_commands(commands, debug)
 
-    report = commands.add_parser("report", parents=[debug], help="rebuild the report.html of a run or an evaluation")
+    report = _command(
+        commands,
+        "report",
+        [debug],
+        "rebuild the report.html of a run or an evaluation",
+        "sparkrl report runs/quickstart/latest",
+    )
     report.add_argument("folder", type=Path, metavar="RUN", help="its folder, for example runs/quickstart/latest")
     report.set_defaults(run=_report)
 
-    dashboard = commands.add_parser("dashboard", parents=[debug], help="make W&B's dashboard for a project")
+    dashboard = _command(
+        commands, "dashboard", [debug], "make W&B's dashboard for a project", "sparkrl dashboard --entity ME"
+    )
     dashboard.add_argument("--entity", required=True, help="W&B user or team")
     dashboard.add_argument("--project", default="sparkrl", help="W&B project (default: sparkrl)")
     dashboard.set_defaults(run=_dashboard)
 
-    doctor = commands.add_parser("doctor", parents=[debug], help="check versions, plugin, devices, Ray, disk, W&B")
+    doctor = _command(
+        commands,
+        "doctor",
+        [debug],
+        "check versions, plugin, devices, Ray, disk, W&B; exit code 1: something is missing",
+        "sparkrl doctor",
+    )
     doctor.set_defaults(run=_doctor)
     return parser
 
 
-def _add_checkpoint_commands(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], debug: argparse.ArgumentParser
-) -> None:
+def _command(
+    commands: Commands, name: str, parents: list[argparse.ArgumentParser], meaning: str, example: str, more: str = ""
+) -> argparse.ArgumentParser:
+    """A command whose own help says what the list of commands says, and gives an example."""
+    return commands.add_parser(
+        name,
+        parents=parents,
+        help=meaning,
+        description=f"{meaning[0].upper()}{meaning[1:]}.",
+        epilog="\n".join(filter(None, (f"example: {example}", more))),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_checkpoint_commands(commands: Commands, debug: argparse.ArgumentParser) -> None:
     writing = argparse.ArgumentParser(add_help=False, parents=[debug])
     writing.add_argument("source", type=Path, metavar="SRC", help="checkpoint folder")
     writing.add_argument("--out", type=Path, required=True, metavar="DST", help="folder to make; appears when complete")
-    writing.add_argument("--shard-gib", type=_gib, default=5.0, metavar="N", help="size of the shards (default: 5)")
+    writing.add_argument(
+        "--shard-gib", type=_gib, default=5.0, metavar="N", help="size of the shards, GiB (default: 5)"
+    )
 
-    quantize = commands.add_parser(
-        "quantize", parents=[writing], help="write a checkpoint with routed experts in NVFP4 or MXFP4; resumes"
+    quantize = _command(
+        commands,
+        "quantize",
+        [writing],
+        "write a checkpoint with routed experts in NVFP4 or MXFP4; resumes",
+        "sparkrl quantize BF16_FOLDER --out NVFP4_FOLDER",
+        "Weights alone are quantized (W4A16): nothing is calibrated, and servers keep activations in 16 bits.",
     )
     quantize.add_argument(
-        "--form", help="modelopt, modelopt-stacked, compressed-tensors, mxfp4, ... (default: family's)"
+        "--form",
+        help="modelopt, modelopt-stacked, compressed-tensors, compressed-tensors-mxfp4, mxfp4 or quark (default: "
+        "modelopt, stacked for Muse Spark)",
     )
     quantize.add_argument(
         "--scales", choices=("mse", "max"), default="mse", help="block scales: least squared error, or ModelOpt's rule"
@@ -153,7 +216,13 @@ def _add_checkpoint_commands(
     )
     quantize.set_defaults(run=_quantize)
 
-    dequantize = commands.add_parser("dequantize", parents=[writing], help="write a checkpoint's BF16 form; resumes")
+    dequantize = _command(
+        commands,
+        "dequantize",
+        [writing],
+        "write a checkpoint's BF16 form; resumes",
+        "sparkrl dequantize NVFP4_FOLDER --out BF16_FOLDER",
+    )
     dequantize.set_defaults(run=_dequantize)
 
     ours = argparse.ArgumentParser(add_help=False, parents=[debug])
@@ -163,7 +232,13 @@ def _add_checkpoint_commands(
     ours.add_argument("--model", type=Path, metavar="FOLDER", help="its checkpoint (default: the one that it names)")
     ours.add_argument("--out", type=Path, required=True, metavar="DST", help="folder to make; appears when complete")
 
-    export = commands.add_parser("export", parents=[ours], help="write an adapter in another form")
+    export = _command(
+        commands,
+        "export",
+        [ours],
+        "write an adapter in another form",
+        "sparkrl export --adapter runs/quickstart/latest --form peft-2d --out FOLDER",
+    )
     export.add_argument(
         "--form",
         choices=("peft", "peft-2d", "vllm-native"),
@@ -172,12 +247,22 @@ def _add_checkpoint_commands(
     )
     export.set_defaults(run=_export)
 
-    merge = commands.add_parser("merge", parents=[ours], help="write the model in BF16 with an adapter added; resumes")
-    merge.add_argument("--shard-gib", type=_gib, default=5.0, metavar="N", help="size of the shards (default: 5)")
+    merge = _command(
+        commands,
+        "merge",
+        [ours],
+        "write the model in BF16 with an adapter added; resumes",
+        "sparkrl merge --adapter runs/quickstart/latest --out FOLDER",
+    )
+    merge.add_argument("--shard-gib", type=_gib, default=5.0, metavar="N", help="size of the shards, GiB (default: 5)")
     merge.set_defaults(run=_merge)
 
-    verify = commands.add_parser(
-        "verify-checkpoint", parents=[debug], help="read every tensor and say what is wrong; exit code 1: something is"
+    verify = _command(
+        commands,
+        "verify-checkpoint",
+        [debug],
+        "read every tensor and say what is wrong; exit code 1: something is",
+        "sparkrl verify-checkpoint recipes/quickstart/checkpoint",
     )
     verify.add_argument("path", type=Path, metavar="PATH", help="checkpoint folder")
     verify.add_argument("--json", action="store_true", help="print JSON")
@@ -209,7 +294,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     # `adapter=` and `k=` are short for what every evaluation names.
     overrides = [f"eval.{text}" if text.startswith("k=") else text for text in args.overrides]
-    adapter = _one_adapter([text.removeprefix("adapter=") for text in overrides if text.startswith("adapter=")], args)
+    adapter = _one_adapter([_value(text) for text in overrides if text.startswith("adapter=")], args)
     config = load(
         [text for text in overrides if not text.startswith("adapter=")],
         check_paths=not args.print_config,
@@ -222,6 +307,12 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     asyncio.run(evaluate_adapter(config, adapter))
     return 0
+
+
+def _value(text: str) -> str:
+    """What stands behind `=`, without the quotes that the configuration's own paths may carry."""
+    value = text.partition("=")[2]
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
 def _one_adapter(given: list[str], args: argparse.Namespace) -> Path | None:
@@ -239,7 +330,7 @@ def _one_adapter(given: list[str], args: argparse.Namespace) -> Path | None:
 def _plan(args: argparse.Namespace) -> int:
     from sparkrl.config.load import load
 
-    return _show_plan(load(args.overrides, check_paths=False), as_json=args.json)
+    return _show_plan(load(args.overrides, check_paths=False, trains=None), as_json=args.json)
 
 
 def _show_plan(config: Config, *, as_json: bool = False) -> int:
@@ -251,7 +342,8 @@ def _show_plan(config: Config, *, as_json: bool = False) -> int:
     else:
         from rich.console import Console
 
-        render(plan, Console())
+        # a pipe or a file gets more than the 80 columns rich assumes
+        render(plan, Console(width=None if sys.stdout.isatty() else 160))
     return EXIT_ERROR if plan.chosen.fits is False else 0
 
 

@@ -41,6 +41,22 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How responses are sampled. The defaults draw one from the model's own distribution."""
+
+    num_responses: int = 1
+    """Responses a problem."""
+    temperature: float = 1.0
+    """Of the distribution sampled from and of the log-probs returned; 0 is greedy."""
+    top_p: float = 1.0
+    """Smallest probability mass that is sampled from; below 1 the log-probs are those of the cut distribution."""
+    max_tokens: int
+    """Response budget; a response is cut there, or where the context ends, with `FinishReason.LENGTH`."""
+    seed: int = 0
+    """Same seed, adapter and problems: same tokens and log-probs, bit for bit on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
     """One sampled continuation of a prompt."""
 
@@ -174,6 +190,22 @@ class SharedMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """A GPU's memory in another process on the same machine; see `sparkrl.lora.device_memory`."""
+
+    host: str
+    """The machine, by an id of its own."""
+    pid: int
+    started: int
+    """When the process started, in the machine's ticks: its number may be used again."""
+    device: str
+    """The GPU's own id."""
+    handle: str
+    """CUDA's, hex."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPart:
     """What one trainer rank holds of an adapter: rows of every tensor, back to back."""
 
@@ -182,8 +214,8 @@ class AdapterPart:
     block_bytes: int
     """Bytes that one checksum covers; the last block may be shorter."""
     checksums: tuple[int, ...]
-    """xxh3-64 of each block."""
-    memory: SharedMemory | None
+    """Of each block: xxh3-64, or on a GPU `sparkrl.lora.device_sums`."""
+    memory: SharedMemory | DeviceMemory | None
     """Where the bytes lie, on the rank's own machine."""
     buffer: Any = None
     """Instead of `memory`: uint8 [num_bytes], or a reference to it in Ray's object store."""

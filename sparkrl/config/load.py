@@ -32,23 +32,27 @@ _PREPARED = ("dapo_math", "aime2024", "aime2025")
 """Data sets that `sparkrl data prepare` makes, each a file of that name."""
 
 
-def load(overrides: Sequence[str], *, check_paths: bool = True, trains: bool = True) -> Config:
+def load(overrides: Sequence[str], *, check_paths: bool = True, trains: bool | None = True) -> Config:
     """Compose `conf/config.yaml` with Hydra overrides such as `recipe=quickstart loop.num_steps=5`.
 
     Args:
         check_paths: False leaves paths as they are written: a plan is made where model and data need not be.
-        trains: False for an evaluation: it needs no training data, and takes the GPUs of its servers alone.
+        trains: False for an evaluation: it needs no training data, and takes the GPUs of its servers alone. None goes
+            by the recipe: one without training data is an evaluation, and its `data.path` is then empty.
     Returns:
         The checked configuration, with `model.path`, `data.path` and `eval.path` resolved.
     Raises:
         ConfigError: an unknown key, group option or value, a broken rule, or a path that does not exist.
     """
-    _check_keys(overrides, trains)
+    _check_keys(overrides, trains is not False)
     ConfigStore.instance().store(name="schema", node=Config)
     try:
         with initialize_config_dir(config_dir=str(CONF_DIR.resolve()), version_base="1.3"):
             composed = compose(config_name="config", overrides=list(overrides))
-        if not trains and OmegaConf.is_missing(composed.data, "path"):
+        without_data = OmegaConf.is_missing(composed.data, "path")
+        if trains is None:
+            trains = not without_data
+        if not trains and without_data:
             composed.data.path = ""
         missing = sorted(OmegaConf.missing_keys(composed))
         if "recipe_name" in missing:
@@ -120,8 +124,12 @@ def _check_keys(overrides: Sequence[str], trains: bool) -> None:
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
+            key, equals, value = text.partition("=")
+            quoted = f": \"{key}='{value}'\"" if equals and "'" not in value else ""
             raise ConfigError(
-                f"cannot read the override: {text}", hint="write `key=value`; quote special characters"
+                f"cannot read the override: {text}",
+                hint="write `key=value`; a value with spaces, accents, brackets or commas wants quotes of its own, "
+                f"inside those of the shell{quoted}",
             ) from error
         key = override.key_or_group
         if override.is_add() or override.is_delete():

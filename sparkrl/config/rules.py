@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from sparkrl.config.schema import Config, CorrectionWeights, Device, OldLogProbs, Precision
+from sparkrl.config.schema import Config, CorrectionWeights, Device, OldLogProbs, Precision, Transport
 from sparkrl.errors import ConfigError
 
 
@@ -265,6 +265,11 @@ def _check_swap(config: Config) -> None:
             "`rollout.adapter_dtype` is bfloat16, but `rollout.dtype` is float32\n"
             "The server would round activations to the adapter's type, and its log-probs with them.",
             hint="set `rollout.adapter_dtype=float32`",
+        )
+    if rollout.adapter_transport is Transport.cuda_ipc and config.cluster.device is Device.cpu:
+        raise ConfigError(
+            "`rollout.adapter_transport` is cuda_ipc, but `cluster.device` is cpu",
+            hint="set `rollout.adapter_transport=auto`",
         )
 
 

@@ -39,9 +39,15 @@ class Transport(Enum):
     """How the adapter gets from trainer to server."""
 
     auto = "auto"
-    """Shared memory where Ray has one node, its object store otherwise."""
+    """`cuda_ipc` where every server can read what every rank leaves on its GPU, which is tried before the first step;
+    otherwise shared memory where Ray has one node, and its object store where it has several."""
+    cuda_ipc = "cuda_ipc"
+    """A rank leaves its part on its GPU, and the servers' workers on the same machine copy from there (over NVLink or
+    PCIe between GPUs). Takes the part's bytes in `rollout.adapter_dtype` on the rank's GPU."""
     shared_memory = "shared_memory"
+    """The main memory of one machine."""
     object_store = "object_store"
+    """Ray's: the only way between machines."""
 
 
 COLOCATED_SHARE = 0.5
@@ -56,6 +62,17 @@ class Base(Enum):
     packed = "packed"
     """As stored, and dequantized layer by layer in forward and again in backward: the same numbers in about 3.5 times
     less memory, for some time. What FSDP2 gathers shrinks as much."""
+
+
+class Compile(Enum):
+    """Whether the trainer compiles what lies between a layer's products over experts and its attention product."""
+
+    auto = "auto"
+    """On CUDA, for a base of a billion parameters or more, if there is a C compiler. The first step then takes a minute
+    or more longer, on a busy host several."""
+    always = "always"
+    """For small models and on CPU too: the first steps take minutes."""
+    never = "never"
 
 
 class OldLogProbs(Enum):
@@ -211,6 +228,9 @@ class TrainerConfig:
     """Tokens of one forward pass of one rank, packed without padding."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
+    compile: Compile = Compile.auto
+    """torch.compile of a layer's parts: the same numbers up to rounding, with the adapter's linear factors rounded to
+    `dtype` as on the server. Passes with `lora.dropout` are left as they are."""
     compare_without_replay_every: int = 0
     """Every so many steps, one more forward pass without replay, to show what replay buys; 0 is never."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -331,7 +351,7 @@ class LoopConfig:
     group_size: int = 8
     """Responses a prompt."""
     save_every: int = 10
-    """Steps between checkpoints; the last step and an interrupt save too."""
+    """Steps between checkpoints; the last step, an interrupt and a step that is followed by an evaluation save too."""
     keep_checkpoints: int = 3
     """Older checkpoints are removed; 0 keeps all."""
     resume: str | None = None

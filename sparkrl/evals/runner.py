@@ -12,7 +12,7 @@ import numpy as np
 from sparkrl.config.schema import EvalConfig
 from sparkrl.errors import WorkerError
 from sparkrl.evals.metrics import maj_at_k, mean_at_k, paired_gain, pass_at_k
-from sparkrl.types import Answer, EvalResult, FinishReason, Group, Problem, ScoredGroup
+from sparkrl.types import Answer, EvalResult, FinishReason, Group, Problem, Sampling, ScoredGroup
 
 Answers = tuple[Answer, ...]
 """The k answers to one problem."""
@@ -21,16 +21,7 @@ Answers = tuple[Answer, ...]
 class Sampler(Protocol):
     """What an evaluation needs of the rollout."""
 
-    async def sample(
-        self,
-        problems: Sequence[Problem],
-        *,
-        num_responses: int,
-        temperature: float,
-        top_p: float,
-        max_tokens: int,
-        seed: int,
-    ) -> tuple[Group, ...]: ...
+    async def sample(self, problems: Sequence[Problem], sampling: Sampling) -> tuple[Group, ...]: ...
 
 
 class Rewarder(Protocol):
@@ -82,16 +73,16 @@ async def evaluate(
     found = {uid: tuple(answers) for uid, answers in (answered or {}).items() if len(answers) == cfg.k}
     missing = [problem for problem in chosen if problem.uid not in found]
     size = problems_at_once or max(len(missing), 1)
+    sampling = Sampling(
+        num_responses=cfg.k,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        max_tokens=cfg.max_response_tokens or max_tokens,
+        seed=seed,
+    )
     for start in range(0, len(missing), size):
         asked = missing[start : start + size]
-        groups = await rollout.sample(
-            asked,
-            num_responses=cfg.k,
-            temperature=cfg.temperature,
-            top_p=cfg.top_p,
-            max_tokens=cfg.max_response_tokens or max_tokens,
-            seed=seed,
-        )
+        groups = await rollout.sample(asked, sampling)
         _check_complete(groups, asked, cfg)
         new = [answers_of(item) for item in await rewarder.score(groups)]
         if keep is not None:

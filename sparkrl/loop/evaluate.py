@@ -36,6 +36,7 @@ from sparkrl.telemetry import (
     figures_table,
     gain_text,
     installed_versions,
+    only_writer,
     problem_rows,
     problem_table,
     publish_evaluation,
@@ -76,25 +77,26 @@ async def evaluate_adapter(config: Config, adapter: Path | None, *, console: Con
     asked = f", the first {len(problems)} asked" if len(problems) < len(loaded.problems) else ""
     console.print(f"{config.eval.name}: {loaded.describe()}{asked}; {folder.path}", soft_wrap=True, highlight=False)
     began_s = time.perf_counter()
-    try:
-        done = await _answer(config, policies, problems, folder, console)
-    except BaseException:
-        num = sum(len(folder.answers(policy)) for policy in policies)
-        console.print(
-            f"answers to {num} of {len(problems) * len(policies)} problems are saved; "
-            f"to go on: eval.resume={folder.path}",
-            soft_wrap=True,
-            highlight=False,
-        )
-        with suppress(SparkrlError):
-            build_eval_report(folder.path)
-        raise
-    baseline = done[BASELINE]
-    if ADAPTER in done:
-        done[ADAPTER] = with_gain(done[ADAPTER], baseline.answers, config.eval)
-    last = done.get(ADAPTER, baseline)
-    rows = problem_rows(last.answers, baseline.answers if ADAPTER in done else ())
-    _write(config, folder, done, rows, about, seconds=time.perf_counter() - began_s)
+    with only_writer(folder.path):
+        try:
+            done = await _answer(config, policies, problems, folder, console)
+        except BaseException:
+            num = sum(len(folder.answers(policy)) for policy in policies)
+            console.print(
+                f"answers to {num} of {len(problems) * len(policies)} problems are saved; "
+                f"to go on: eval.resume={folder.path}",
+                soft_wrap=True,
+                highlight=False,
+            )
+            with suppress(SparkrlError):
+                build_eval_report(folder.path)
+            raise
+        baseline = done[BASELINE]
+        if ADAPTER in done:
+            done[ADAPTER] = with_gain(done[ADAPTER], baseline.answers, config.eval)
+        last = done.get(ADAPTER, baseline)
+        rows = problem_rows(last.answers, baseline.answers if ADAPTER in done else ())
+        _write(config, folder, done, rows, about, seconds=time.perf_counter() - began_s)
     _show(done, folder, rows, console)
     return last.result
 

@@ -18,9 +18,10 @@ from sparkrl.errors import CheckpointError, ConfigError, SparkrlError
 from sparkrl.evals import evaluate, with_gain
 from sparkrl.loop.cluster import ray_cluster
 from sparkrl.loop.preflight import check_model
+from sparkrl.loop.transport import settle_transport
 from sparkrl.reward import Rewarder
 from sparkrl.rollout import RolloutPool
-from sparkrl.telemetry import RunFolder, RunStatus, Telemetry
+from sparkrl.telemetry import RunFolder, RunStatus, Telemetry, only_writer
 from sparkrl.trainer.group import TrainerGroup
 from sparkrl.types import Problem
 
@@ -86,8 +87,9 @@ class Parts:
             (folder / LOOP_STATE).write_text(json.dumps(state, indent=1) + "\n")
 
     async def save_if_due(self, step: int, *, stopping: bool) -> None:
-        """Save where the config asks for it, after the last step, and when the run is about to stop."""
-        if stopping or step == self.config.loop.num_steps or step % self.config.loop.save_every == 0:
+        """Save where the config asks for it, before an evaluation (interrupting one costs no step), after the last step
+        and when the run is about to stop."""
+        if stopping or self._evaluates_at(step) or step % self.config.loop.save_every == 0:
             await self.save(step)
 
     async def evaluate_if_due(self, step: int) -> None:
@@ -119,24 +121,25 @@ async def build_parts(config: Config) -> AsyncIterator[Parts]:
     """
     check_model(config)
     run = _open_to_resume(config, config.loop.resume) if config.loop.resume else RunFolder.create(config)
-    telemetry = Telemetry(config, run)
-    status = RunStatus.FAILED
-    try:
-        async with AsyncExitStack() as stack:
-            parts = await _start(config, run, telemetry, stack)
-            yield parts
-            status = RunStatus.INTERRUPTED if parts.interrupted else RunStatus.FINISHED
-    except asyncio.CancelledError:
-        status = RunStatus.INTERRUPTED
-        raise
-    finally:
-        error = sys.exception()
+    with only_writer(run.path):
+        telemetry = Telemetry(config, run)
+        status = RunStatus.FAILED
         try:
-            telemetry.finish(status)
-        except SparkrlError as also:
-            if error is None:
-                raise
-            error.add_note(f"besides, {also.message}")  # what ended the run is what the user has to see
+            async with AsyncExitStack() as stack:
+                parts = await _start(config, run, telemetry, stack)
+                yield parts
+                status = RunStatus.INTERRUPTED if parts.interrupted else RunStatus.FINISHED
+        except asyncio.CancelledError:
+            status = RunStatus.INTERRUPTED
+            raise
+        finally:
+            error = sys.exception()
+            try:
+                telemetry.finish(status)
+            except SparkrlError as also:
+                if error is None:
+                    raise
+                error.add_note(f"besides, {also.message}")  # what ended the run is what the user has to see
 
 
 async def _start(config: Config, run: RunFolder, telemetry: Telemetry, stack: AsyncExitStack) -> Parts:
@@ -164,6 +167,8 @@ async def _start(config: Config, run: RunFolder, telemetry: Telemetry, stack: As
         telemetry.warn(advice)
     first_step = await _restore(run, data, trainer) if config.loop.resume else 0
     with telemetry.setup_stage("first_adapter", "loading the first adapter"):
+        if warning := await settle_transport(config, rollout, trainer):
+            telemetry.warn(warning)
         await rollout.load_adapter(await trainer.publish(first_step))
     return Parts(
         config=config,
@@ -179,9 +184,16 @@ async def _start(config: Config, run: RunFolder, telemetry: Telemetry, stack: As
 
 
 def _open_to_resume(config: Config, path: str) -> RunFolder:
-    """The run to go on with, if it has a checkpoint and was started with the same settings where it matters."""
+    """The run to go on with, if it has a checkpoint and steps left to make, and was started with the same settings
+    where it matters."""
     run = RunFolder.open(path)
-    run.latest_checkpoint()
+    step, _ = run.latest_checkpoint()
+    last = config.loop.num_steps
+    if step > last or (step == last and (config.eval.path is None or step in run.eval_steps())):
+        raise ConfigError(
+            f"nothing is left to do: {run.path} has made {step} steps, and `loop.num_steps` is {last}",
+            hint=f"to go on, set `loop.num_steps={max(2 * step, last + 1)}` or another number above {step}",
+        )
     before = from_yaml(run.path / "config.yaml")
     for key in SAME_ON_RESUME:
         was, now = attrgetter(key)(before), attrgetter(key)(config)

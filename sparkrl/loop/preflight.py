@@ -11,6 +11,7 @@ from sparkrl.errors import AdapterError
 from sparkrl.lora.peft_format import differences
 from sparkrl.lora.targets import resolve_targets
 from sparkrl.models.registry import load_config
+from sparkrl.models.tensor_parallel import check_tensor_parallel
 from sparkrl.quant.checkpoint import CheckpointReader
 from sparkrl.trainer.loading import pack_experts
 from sparkrl.types import Adapter
@@ -21,10 +22,18 @@ def check_model(config: Config) -> None:
 
     Raises:
         CheckpointError: an unknown family, a broken config, a missing or damaged file, quantization that does not fit.
-        ConfigError: `lora.targets` names something the model does not have, or `trainer.base` keeps what it has not.
+        ConfigError: `lora.targets` names something the model does not have, `trainer.base` keeps what it has not, or
+            servers cannot divide the model as they are asked to.
     """
     family, text_config = load_config(config.model.path)
     reader = CheckpointReader(config.model.path)
+    shape = text_config.to_dict()
+    check_tensor_parallel(
+        config.rollout.tensor_parallel_size,
+        num_heads=shape["num_attention_heads"],
+        num_kv_heads=shape["num_key_value_heads"],
+        width=shape.get("moe_intermediate_size") or shape["intermediate_size"],
+    )
     with torch.device("meta"):
         model = family.build(text_config, torch.float32)
     if config.trainer.base is Base.packed:

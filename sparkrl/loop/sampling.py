@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sparkrl.loop.batch import rollout_metrics
 from sparkrl.reward.shaping import shape
-from sparkrl.types import Problem, ScoredGroup
+from sparkrl.types import Problem, Sampling, ScoredGroup
 
 if TYPE_CHECKING:
     from sparkrl.loop.parts import Parts
@@ -65,16 +65,16 @@ class _Pass:
 
 async def _sample(parts: Parts, problems: tuple[Problem, ...], step: int) -> _Pass:
     cfg = parts.config
+    sampling = Sampling(
+        num_responses=cfg.loop.group_size,
+        temperature=cfg.rollout.temperature,
+        top_p=cfg.rollout.top_p,
+        max_tokens=cfg.rollout.max_response_tokens,
+        # a response's noise depends on its problem too, so refills may share the step's seed
+        seed=parts.sampling_seed(step),
+    )
     with parts.telemetry.stage("rollout"):
-        groups = await parts.rollout.sample(
-            problems,
-            num_responses=cfg.loop.group_size,
-            temperature=cfg.rollout.temperature,
-            top_p=cfg.rollout.top_p,
-            max_tokens=cfg.rollout.max_response_tokens,
-            # a response's noise depends on its problem too, so refills may share the step's seed
-            seed=parts.sampling_seed(step),
-        )
+        groups = await parts.rollout.sample(problems, sampling)
     with parts.telemetry.stage("reward"):
         scored = await parts.rewarder.score(groups)
     return _Pass(scored=scored, reward_metrics=parts.rewarder.metrics())

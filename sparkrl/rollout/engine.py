@@ -29,7 +29,7 @@ from sparkrl.models.routes import validate_routes
 from sparkrl.rollout import proofs
 from sparkrl.rollout.last_words import last_words
 from sparkrl.rollout.spec import ServerSpec
-from sparkrl.types import Adapter, AdapterPart, FinishReason, Group, Problem, Response, SharedAdapter
+from sparkrl.types import Adapter, AdapterPart, FinishReason, Group, Problem, Response, Sampling, SharedAdapter
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -181,20 +181,16 @@ class RolloutServer:
             found.append(part)
         return found
 
+    async def try_on_device(self, parts: list[AdapterPart]) -> str | None:
+        """Whether vLLM's workers can read what trainer ranks left on their GPUs; returns why not."""
+        answers = await self._rpc("sparkrl_try_adapter", to_plain(parts))
+        return next((why for status, why in answers if status != "readable"), None)
+
     async def unload_adapter(self) -> None:
         """Serve the base model again."""
         self._lora_request, self.version = None, None
 
-    async def sample(
-        self,
-        problems: list[Problem],
-        *,
-        num_responses: int,
-        temperature: float,
-        top_p: float,
-        max_tokens: int,
-        seed: int,
-    ) -> list[Group]:
+    async def sample(self, problems: list[Problem], sampling: Sampling) -> list[Group]:
         """Responses to each problem under the loaded adapter.
 
         Raises:
@@ -212,47 +208,26 @@ class RolloutServer:
             self._num_users[slot] += 1
         try:
             async with self._turn:
-                settings = (num_responses, temperature, top_p, max_tokens, seed)
-                return await self._answer(problems, *settings, request=request, version=version)
+                return await self._answer(problems, sampling, request=request, version=version)
         finally:
             self._num_users[slot] -= 1
             async with self._freed:
                 self._freed.notify_all()
 
-    async def _sample(
-        self,
-        problems: list[Problem],
-        num_responses: int,
-        temperature: float,
-        top_p: float,
-        max_tokens: int,
-        seed: int,
-    ) -> list[Group]:
+    async def _sample(self, problems: list[Problem], sampling: Sampling) -> list[Group]:
         """Responses under the newest adapter, or by the base model without one; nothing waits for anything."""
         version = -1 if self.version is None else self.version
-        settings = (num_responses, temperature, top_p, max_tokens, seed)
-        return await self._answer(problems, *settings, request=self._lora_request, version=version)
+        return await self._answer(problems, sampling, request=self._lora_request, version=version)
 
-    async def _answer(
-        self,
-        problems: list[Problem],
-        num_responses: int,
-        temperature: float,
-        top_p: float,
-        max_tokens: int,
-        seed: int,
-        *,
-        request: Any,
-        version: int,
-    ) -> list[Group]:
+    async def _answer(self, problems: list[Problem], sampling: Sampling, *, request: Any, version: int) -> list[Group]:
+        num = sampling.num_responses
         try:
             outputs = await asyncio.wait_for(
-                self._generate(problems, num_responses, temperature, top_p, max_tokens, seed, request),
-                timeout=self.spec.request_timeout_s,
+                self._generate(problems, sampling, request), timeout=self.spec.request_timeout_s
             )
         except TimeoutError:
             raise WorkerError(
-                f"the rollout server gave no complete answer to {len(problems) * num_responses} requests within "
+                f"the rollout server gave no complete answer to {len(problems) * num} requests within "
                 f"{self.spec.request_timeout_s:.0f} s",
                 hint="raise `rollout.request_timeout_s` or lower `rollout.max_response_tokens`",
             ) from None
@@ -262,21 +237,12 @@ class RolloutServer:
             raise WorkerError(f"the rollout server failed while sampling: {last_words(error)}") from None
         groups = []
         for position, problem in enumerate(problems):
-            mine = outputs[position * num_responses : (position + 1) * num_responses]
+            mine = outputs[position * num : (position + 1) * num]
             responses = tuple(self._response(problem, index, output, version) for index, output in enumerate(mine))
             groups.append(Group(problem=problem, responses=responses))
         return groups
 
-    async def _generate(
-        self,
-        problems: list[Problem],
-        num_responses: int,
-        temperature: float,
-        top_p: float,
-        max_tokens: int,
-        seed: int,
-        request: Any,
-    ) -> list[Any]:
+    async def _generate(self, problems: list[Problem], sampling: Sampling, request: Any) -> list[Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -288,12 +254,12 @@ class RolloutServer:
             for problem in problems:
                 prompt = {"prompt_token_ids": problem.prompt_ids.tolist(), "cache_salt": salt}
                 room = self.spec.max_tokens - len(problem.prompt_ids)
-                for index in range(num_responses):
+                for index in range(sampling.num_responses):
                     parameters = SamplingParams(
-                        temperature=temperature,
-                        top_p=top_p,
-                        max_tokens=min(max_tokens, room),
-                        seed=response_seed(seed, problem.uid, index),
+                        temperature=sampling.temperature,
+                        top_p=sampling.top_p,
+                        max_tokens=min(sampling.max_tokens, room),
+                        seed=response_seed(sampling.seed, problem.uid, index),
                         logprobs=0,
                         flat_logprobs=True,
                         detokenize=False,

@@ -19,7 +19,7 @@ from sparkrl.models.registry import load_config
 from sparkrl.quant.checkpoint import CheckpointReader
 from sparkrl.rollout.engine import RolloutServer
 from sparkrl.rollout.spec import ServerSpec
-from sparkrl.types import Adapter, Group, Problem, SharedAdapter
+from sparkrl.types import Adapter, AdapterPart, Group, Problem, Sampling, SharedAdapter
 
 T = TypeVar("T")
 
@@ -120,6 +120,12 @@ class RolloutPool:
             )
         self.version = adapter.version
 
+    async def try_on_device(self, parts: Sequence[AdapterPart]) -> str | None:
+        """Whether every server can read what trainer ranks left on their GPUs; returns why not."""
+        limit_s = self._cfg.rollout.request_timeout_s
+        answers = await self._all("try memory", limit_s, lambda actor, _: actor.try_on_device.remote(list(parts)))
+        return next((why for why in answers if why is not None), None)
+
     def take_warnings(self) -> list[str]:
         """What happened to replicas since the last call."""
         warnings, self._warnings = self._warnings, []
@@ -129,24 +135,12 @@ class RolloutPool:
         """Servers that answer, and servers that were taken out."""
         return {"rollout/replicas": float(len(self._actors)), "rollout/replicas_lost": float(len(self.lost))}
 
-    async def sample(
-        self,
-        problems: Sequence[Problem],
-        *,
-        num_responses: int,
-        temperature: float,
-        top_p: float,
-        max_tokens: int,
-        seed: int,
-    ) -> tuple[Group, ...]:
+    async def sample(self, problems: Sequence[Problem], sampling: Sampling) -> tuple[Group, ...]:
         """Responses to each problem, by the newest adapter.
 
         Args:
             problems: spread over the replicas, a problem's whole group on one.
-            num_responses: responses a problem.
-            temperature: of the distribution sampled from and of the log-probs returned; 0 is greedy.
-            max_tokens: response budget; a response is cut there, or where the context ends, with `LENGTH`.
-            seed: same seed, adapter and problems, same tokens and log-probs, bit for bit.
+            sampling: the same for all of them.
         Returns:
             One group a problem, in the order given.
         Raises:
@@ -171,14 +165,7 @@ class RolloutPool:
         answers = await self._all(
             "sample",
             timeout_s,
-            lambda actor, replica: actor.sample.remote(
-                shares[replica],
-                num_responses=num_responses,
-                temperature=temperature,
-                top_p=top_p,
-                max_tokens=max_tokens,
-                seed=seed,
-            ),
+            lambda actor, replica: actor.sample.remote(shares[replica], sampling),
             replicas=busy,
         )
         groups = tuple(answers[position % num][position // num] for position in range(len(problems)))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparkrl.errors import AdapterError
+from sparkrl.errors import AdapterError, CheckpointError
 from sparkrl.models.registry import load_config
 from sparkrl.rollout.probe import groups_of, make_adapter
 from sparkrl.rollout.spec import ServerSpec
-from sparkrl.types import Problem
+from sparkrl.types import Problem, Sampling
 
 if TYPE_CHECKING:
     from sparkrl.rollout.engine import RolloutServer
@@ -58,6 +58,7 @@ async def check_adapters(server: RolloutServer) -> dict[str, float]:
         Largest change of a log-prob against the base model, nats: `zero`, one entry for each group, and `noise`, how
         far the base model is from itself.
     Raises:
+        CheckpointError: the base model gives no numbers.
         AdapterError: the zero adapter changed something, or a perturbed group changed nothing.
         RoutingError: the probe's routes are malformed.
     """
@@ -78,10 +79,16 @@ async def check_adapters(server: RolloutServer) -> dict[str, float]:
 
     async def first_log_probs() -> np.ndarray:
         # The first token's distribution is what differs; later ones follow from other tokens.
-        groups = await server._sample(prompts, 1, 1.0, 1.0, _NEW_TOKENS, 0)
+        groups = await server._sample(prompts, Sampling(max_tokens=_NEW_TOKENS))
         return np.array([group.responses[0].log_probs[0] for group in groups])
 
     base = await first_log_probs()
+    if not np.isfinite(base).all():
+        raise CheckpointError(
+            f"the base model's log-probs are not numbers ({int((~np.isfinite(base)).sum())} of {len(base)} of the "
+            f"start-up probe's): {spec.model_path} holds weights that are not",
+            hint="`sparkrl verify-checkpoint` names the tensors",
+        )
     # Some GPU kernels do not repeat themselves to the last bit; what they vary by says nothing about adapters.
     noise = float(np.abs(await first_log_probs() - base).max())
     least, most = EFFECT_LIMIT + _NOISE_FACTOR * noise, ZERO_LIMIT + _NOISE_FACTOR * noise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sparkrl.telemetry.eval_folder import ADAPTER, BASELINE, EvalFolder, is_evaluation
 from sparkrl.telemetry.eval_report import build_eval_report
 from sparkrl.telemetry.figures import figures_of, figures_table, gain_text
+from sparkrl.telemetry.lock import only_writer
 from sparkrl.telemetry.problems import ProblemRow, problem_rows, problem_table, write_problems
 from sparkrl.telemetry.publish import publish_evaluation
 from sparkrl.telemetry.report import build_report
@@ -29,6 +30,7 @@ __all__ = [
     "gain_text",
     "installed_versions",
     "is_evaluation",
+    "only_writer",
     "problem_rows",
     "problem_table",
     "publish_evaluation",

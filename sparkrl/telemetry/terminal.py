@@ -37,6 +37,8 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("tok/s", "perf/rollout_tokens_per_s", ",.0f"),
 )
 """Heading, metric, format. `dlogp` is the 99.9th percentile of |trainer - rollout log-prob|."""
+_FIRST_TO_GO = ("grad", "clip", "entr", "dlogp", "tok/s", "roll s", "train s", "len", "reward")
+"""Columns that a narrow terminal does without, in this order; step, acc and k3 always stay."""
 
 
 class Terminal:
@@ -133,19 +135,30 @@ class Terminal:
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = []
         if self._rows:
-            table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold cyan", expand=True)
-            table.add_column("step", justify="right", no_wrap=True)
-            for name, _, _ in _COLUMNS:
-                table.add_column(name, justify="right", no_wrap=True)
-            for row in self._rows:
-                table.add_row(str(row["step"]), *(self._cell(row, metric, spec) for _, metric, spec in _COLUMNS))
-            parts.append(table)
+            parts.append(self._table())
         parts.extend(dict.fromkeys(line.plain for line in self._eval_lines.values()))
         parts.append(self._progress)
         if self._stage is not None:
             self._spinner.update(text=self._stage)
             parts.append(self._spinner)
         return Group(*parts)
+
+    def _table(self) -> Table:
+        """The last steps, in as many columns as the terminal is wide enough for."""
+        steps = [str(row["step"]) for row in self._rows]
+        cells = {name: [self._cell(row, metric, spec) for row in self._rows] for name, metric, spec in _COLUMNS}
+        widths = {name: max(len(name), *(len(cell) for cell in column)) for name, column in cells.items()}
+        room = self._console.width - max(len("step"), *map(len, steps))
+        for name in _FIRST_TO_GO:
+            if sum(1 + width for width in widths.values()) <= room:
+                break
+            del cells[name], widths[name]
+        table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold cyan", expand=True)
+        for name in ("step", *cells):
+            table.add_column(name, justify="right", no_wrap=True)
+        for step, *row in zip(steps, *cells.values(), strict=True):
+            table.add_row(step, *row)
+        return table
 
     def _cell(self, row: Row, metric: str, spec: str) -> Text:
         value = row.get(metric)

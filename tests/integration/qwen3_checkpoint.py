@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from word_tokenizer import tokenizer_files
 
 from sparkrl.types import Adapter
 
@@ -60,25 +59,10 @@ def build(folder: Path, family: str) -> Path:
                 noise = 1 + 0.2 * noise
             parameter.copy_(noise)
     model.to(torch.bfloat16).save_pretrained(folder)
-    for name, text in _tokenizer_files().items():
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    for name, text in tokenizer_files(VOCAB, chat_template=template).items():
         (folder / name).write_text(text)
     return folder
-
-
-def _tokenizer_files() -> dict[str, str]:
-    vocab = {"<pad>": 0, "<end>": 1, **{f"w{i}": i for i in range(2, VOCAB)}}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<pad>", "<end>"])
-    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": "<pad>",
-        "eos_token": "<end>",
-        "chat_template": template,
-    }
-    return {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(settings)}
 
 
 def reference(folder: Path, adapter: Adapter | None = None) -> nn.Module:

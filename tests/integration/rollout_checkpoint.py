@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import MuseSparkTextConfig
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextModel
+from word_tokenizer import tokenizer_files
 
 from sparkrl.quant.checkpoint import write_checkpoint
 from sparkrl.quant.nvfp4 import quantize
@@ -100,22 +100,10 @@ def build(folder: Path) -> Path:
             "ignore": ["lm_head", *ignored],
         },
     }
-    write_checkpoint(folder, tensors, config, files=_tokenizer_files())
+    generation = json.dumps({"eos_token_id": 1, "pad_token_id": 0})
+    files = {**tokenizer_files(VOCAB), "generation_config.json": generation}
+    write_checkpoint(folder, tensors, config, files=files)
     return folder
-
-
-def _tokenizer_files() -> dict[str, str]:
-    vocab = {"<pad>": 0, "<end>": 1, **{f"w{i}": i for i in range(2, VOCAB)}}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<pad>", "<end>"])
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<end>"}
-    return {
-        "tokenizer.json": tokenizer.to_str(),
-        "tokenizer_config.json": json.dumps(settings),
-        "generation_config.json": json.dumps({"eos_token_id": 1, "pad_token_id": 0}),
-    }
 
 
 def dequantized(folder: Path) -> dict[str, Tensor]:

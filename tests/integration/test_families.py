@@ -13,6 +13,7 @@ from sparkrl.loop.interrupt import Interrupt
 from sparkrl.loop.parts import build_parts
 from sparkrl.loop.train import run_loop
 from sparkrl.quant.convert import dequantize_checkpoint, quantize_checkpoint
+from sparkrl.types import Sampling
 
 STEPS = 2
 PROMPTS = 8
@@ -47,10 +48,9 @@ def overrides(checkpoint, data, folder):
 async def train_and_sample(config):
     async with build_parts(config) as parts:
         problems = parts.data.take(PROMPTS)
-        sampling = {"num_responses": 2, "temperature": 1.0, "top_p": 1.0, "max_tokens": 48}
-        base = await parts.rollout.sample(problems, seed=1, **sampling)
+        base = await parts.rollout.sample(problems, Sampling(num_responses=2, max_tokens=48, seed=1))
         await run_loop(parts, config, Interrupt(asyncio.current_task()))
-        adapted = await parts.rollout.sample(problems, seed=2, **sampling)
+        adapted = await parts.rollout.sample(problems, Sampling(num_responses=2, max_tokens=48, seed=2))
         return base, adapted, parts.rollout.info, parts.trainer.info
 
 

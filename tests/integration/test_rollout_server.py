@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 
 import numpy as np
 import psutil
 import pytest
 import ray
 import rollout_checkpoint as tiny
+from safetensors.torch import load_file, save_file
 
 from sparkrl.config.schema import Config, Precision
 from sparkrl.errors import AdapterError, CheckpointError, DataError, WorkerError
 from sparkrl.models.registry import load_config
 from sparkrl.rollout import RolloutPool
 from sparkrl.rollout.probe import make_adapter
-from sparkrl.types import FinishReason
+from sparkrl.types import FinishReason, Sampling
 
 CONTEXT, RANK, ALPHA = 256, 8, 16
-SAMPLING = {"num_responses": 3, "temperature": 1.0, "top_p": 1.0, "max_tokens": 24, "seed": 7}
+SAMPLING = Sampling(num_responses=3, max_tokens=24, seed=7)
 
 
 def config_for(folder, dtype=Precision.float32, **rollout):
@@ -72,7 +74,7 @@ def adapters(folder):
 @pytest.fixture
 def sample(pool, loop):
     def call(problems, **changes):
-        return loop.run_until_complete(pool.sample(problems, **{**SAMPLING, **changes}))
+        return loop.run_until_complete(pool.sample(problems, dataclasses.replace(SAMPLING, **changes)))
 
     return call
 
@@ -198,24 +200,35 @@ def test_start_config_outside_the_rules_fails_before_any_server(cluster, folder,
         loop.run_until_complete(RolloutPool.start(config_for(tmp_path)))
 
 
+def test_start_weights_that_are_no_numbers_are_named_as_the_cause(cluster, folder, loop, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.language_model.layers.1.self_attn.q_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, damaged / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"the base model's log-probs are not numbers \(4 of 4") as caught:
+        loop.run_until_complete(RolloutPool.start(config_for(damaged)))
+    assert str(damaged) in caught.value.message and "verify-checkpoint" in str(caught.value.hint)
+
+
 def test_two_bf16_replicas_one_killed_gives_worker_error_and_no_stray_process(cluster, folder, loop, adapters):
     run = loop.run_until_complete
     pool = run(RolloutPool.start(config_for(folder, Precision.bfloat16, num_replicas=2)))
     try:
         run(pool.load_adapter(adapters[1]))
         problems = tiny.problems(5)
-        first = run(pool.sample(problems, **SAMPLING))
+        first = run(pool.sample(problems, SAMPLING))
         assert [group.problem.uid for group in first] == [problem.uid for problem in problems]
-        assert bits(run(pool.sample(problems, **SAMPLING))) == bits(first)
+        assert bits(run(pool.sample(problems, SAMPLING))) == bits(first)
         # Two servers, started apart, answer the same problem with the same bits.
-        one, other = run(pool.sample([problems[0], problems[0]], **SAMPLING))
+        one, other = run(pool.sample([problems[0], problems[0]], SAMPLING))
         assert bits([one]) == bits([other])
         replicas = pool.info["rollout/replicas"]
         pids = [pid for replica in replicas for pid in (replica["pid"], *replica["engine_pids"])]
         assert all(replica["engine_pids"] for replica in replicas)
         psutil.Process(replicas[1]["pid"]).kill()
         with pytest.raises(WorkerError, match="replica 1 died"):
-            run(pool.sample(problems, **SAMPLING))
+            run(pool.sample(problems, SAMPLING))
     finally:
         run(pool.stop())
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=15)

@@ -12,6 +12,7 @@ import ray
 import torch
 from safetensors import safe_open
 from torch import nn
+from training_steps import random_batch
 from transformers import GenerationMixin, MuseSparkTextConfig
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkPreTrainedModel, MuseSparkTextModel
 
@@ -23,7 +24,7 @@ from sparkrl.models.muse_spark import MuseSparkForCausalLM
 from sparkrl.quant.convert import dequantize_checkpoint
 from sparkrl.rollout import RolloutPool
 from sparkrl.trainer.group import TrainerGroup
-from sparkrl.types import TrainBatch, TrainSequence
+from sparkrl.types import Sampling
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart"
 STEPS, SEED = 3, 11
@@ -58,7 +59,6 @@ def _config() -> Config:
 async def _train_and_sample(folder: Path, max_tokens: int, cfg: Config):
     """Train on the server's own responses; save the adapter in `folder`, and sample from it as it is served."""
     problems = load_problems(RECIPE / "heldout.parquet", load_tokenizer(cfg.model.path), max_prompt_tokens=120).problems
-    sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": max_tokens}
     rng = np.random.default_rng(SEED)
     pool, group = None, None
     try:
@@ -66,23 +66,12 @@ async def _train_and_sample(folder: Path, max_tokens: int, cfg: Config):
         group = await TrainerGroup.start(cfg, run_seed=SEED)
         await pool.load_adapter(await group.publish(0))
         for step in range(STEPS):
-            groups = await pool.sample(problems[4 * step : 4 * step + 4], num_responses=2, seed=step, **sampling)
-            sequences = tuple(
-                TrainSequence(
-                    uid=response.uid,
-                    prompt_ids=item.problem.prompt_ids,
-                    response_ids=response.token_ids,
-                    rollout_log_probs=response.log_probs,
-                    routed_experts=response.routed_experts,
-                    advantages=np.full(len(response.token_ids), rng.standard_normal(), np.float32),
-                )
-                for item in groups
-                for response in item.responses
-            )
-            await group.step(TrainBatch(sequences=sequences, policy_version=step, temperature=1.0))
+            sampling = Sampling(num_responses=2, max_tokens=max_tokens, seed=step)
+            groups = await pool.sample(problems[4 * step : 4 * step + 4], sampling)
+            await group.step(random_batch(groups, rng, version=step))
             await pool.load_adapter(await group.publish(step + 1))
         await group.save(folder)
-        return await pool.sample(problems[-4:], num_responses=4, seed=99, **sampling)
+        return await pool.sample(problems[-4:], Sampling(num_responses=4, max_tokens=max_tokens, seed=99))
     finally:
         if group is not None:
             await group.stop()
@@ -152,8 +141,7 @@ def test_merged_checkpoint_is_served_and_scored_alike_and_near_the_adapter(serve
         pool = await RolloutPool.start(cfg)
         try:
             await pool.load_adapter(zero_adapter(cfg.model.path, cfg.lora))
-            sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 64, "seed": 99}
-            return await pool.sample(problems, num_responses=4, **sampling)
+            return await pool.sample(problems, Sampling(num_responses=4, max_tokens=64, seed=99))
         finally:
             await pool.stop()
 

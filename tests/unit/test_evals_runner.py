@@ -11,7 +11,7 @@ import pytest
 from sparkrl.config.schema import EvalConfig
 from sparkrl.errors import WorkerError
 from sparkrl.evals import evaluate, evaluation_of, mean_at_k, paired_gain, with_gain
-from sparkrl.types import FinishReason, Group, Problem, Response, Score, ScoredGroup
+from sparkrl.types import FinishReason, Group, Problem, Response, Sampling, Score, ScoredGroup
 
 
 class Parrot:
@@ -22,8 +22,8 @@ class Parrot:
         self.asked = []
         self._lose = lose
 
-    async def sample(self, problems, **options):
-        self.calls.append(options)
+    async def sample(self, problems, sampling):
+        self.calls.append(sampling)
         self.asked.append([problem.uid for problem in problems])
         groups = []
         for problem in problems[: len(problems) - self._lose]:
@@ -38,7 +38,7 @@ class Parrot:
                     finish_reason=FinishReason.LENGTH if word.endswith("~") else FinishReason.STOP,
                     text=word.rstrip("~"),
                 )
-                for n, word in enumerate(words[: options["num_responses"]])
+                for n, word in enumerate(words[: sampling.num_responses])
             )
             groups.append(Group(problem=problem, responses=responses))
         return tuple(groups)
@@ -109,10 +109,9 @@ def test_evaluate_passes_its_own_sampling_options_and_budget():
     sampler = Parrot()
     run(sampler, EvalConfig(k=2, temperature=0.6, top_p=0.9))
     run(sampler, EvalConfig(k=2, max_response_tokens=9))
-    common = {"num_responses": 2, "seed": 11}
     assert sampler.calls == [
-        common | {"temperature": 0.6, "top_p": 0.9, "max_tokens": 64},
-        common | {"temperature": 1.0, "top_p": 1.0, "max_tokens": 9},
+        Sampling(num_responses=2, temperature=0.6, top_p=0.9, max_tokens=64, seed=11),
+        Sampling(num_responses=2, temperature=1.0, top_p=1.0, max_tokens=9, seed=11),
     ]
 
 

@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkrl.config.load import load
+from sparkrl.config.load import dump, load
 from sparkrl.data import ProblemStream
-from sparkrl.loop.parts import Parts, eval_seed
+from sparkrl.errors import ConfigError
+from sparkrl.loop.parts import Parts, build_parts, eval_seed
 from sparkrl.telemetry import RunFolder
-from sparkrl.types import Answer, EvalResult, FinishReason, Group, Problem, Response, Score, ScoredGroup
+from sparkrl.types import Answer, EvalResult, FinishReason, Group, Problem, Response, Sampling, Score, ScoredGroup
 
 MESSAGES = ({"role": "user", "content": "1?"},)
+OTHERS = ("data", "eval_problems", "rollout", "rewarder", "trainer", "telemetry", "run")
+"""Parts that a test leaves out."""
 PROBLEMS = (Problem(uid="p", messages=MESSAGES, answer="1", data_source="d", prompt_ids=np.zeros(1, np.int32)),)
 
 
 class Policy:
-    async def sample(self, problems, *, num_responses: int, **sampling: Any) -> tuple[Group, ...]:
+    async def sample(self, problems, sampling: Sampling) -> tuple[Group, ...]:
         response = Response(
             uid="p/0",
             token_ids=np.zeros(1, np.int32),
@@ -32,7 +35,7 @@ class Policy:
             finish_reason=FinishReason.STOP,
             text="",
         )
-        return tuple(Group(problem=problem, responses=(response,) * num_responses) for problem in problems)
+        return tuple(Group(problem=problem, responses=(response,) * sampling.num_responses) for problem in problems)
 
 
 class Scorer:
@@ -110,3 +113,45 @@ def test_evaluation_seed_is_none_of_the_training_steps_of_its_run(seed):
     parts = SimpleNamespace(config=config)
     steps = {Parts.sampling_seed(parts, step) for step in range(2_000)}  # type: ignore[arg-type]
     assert eval_seed(config) not in steps
+
+
+def test_steps_before_an_evaluation_are_saved_so_that_interrupting_it_loses_none():
+    saved: list[int] = []
+
+    class Run(Parts):
+        async def save(self, step: int) -> None:
+            saved.append(step)
+
+    config = load(["recipe=quickstart", "loop.save_every=10", "eval.every=4", "loop.num_steps=13"])
+    parts = Run(config=config, first_step=0, **dict.fromkeys(OTHERS))
+
+    async def steps() -> None:
+        for step in range(1, 14):
+            await parts.save_if_due(step, stopping=step == 7)
+
+    asyncio.run(steps())
+    assert saved == [4, 7, 8, 10, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("made", "evaluated_at", "num_steps", "left"),
+    [(10, [10], 10, False), (12, [10], 10, False), (10, [], 10, True), (10, [10], 11, True)],
+)
+def test_resume_with_nothing_left_to_do_is_refused_before_anything_starts(
+    tmp_path, made, evaluated_at, num_steps, left
+):
+    config = load(["recipe=quickstart", f"loop.resume={tmp_path}", f"loop.num_steps={num_steps}", "seed=1"])
+    (tmp_path / "config.yaml").write_text(dump(load(["recipe=quickstart", "seed=0" if left else "seed=1"])))
+    (tmp_path / f"checkpoints/step-{made:06d}").mkdir(parents=True)
+    for step in evaluated_at:
+        RunFolder(tmp_path).write_answers(step, [])
+
+    async def start() -> None:
+        async with build_parts(config):
+            raise AssertionError("started")
+
+    # where steps are left, the seed of another run is what is refused next
+    message = "`seed` is 1, the run was started with 0" if left else rf"nothing is left to do: .* has made {made} steps"
+    with pytest.raises(ConfigError, match=message) as caught:
+        asyncio.run(start())
+    assert left or "`loop.num_steps=" in str(caught.value.hint)

@@ -8,7 +8,6 @@ import functools
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from sparkrl.errors import ConfigError, DataError
 from sparkrl.loop.batch import build_batch, rollout_metrics
 from sparkrl.loop.sampling import Sampled, is_mixed, sample_step
 from sparkrl.reward.shaping import overlong_penalty, shape
-from sparkrl.types import FinishReason, Group, Problem, Response, Score, ScoredGroup
+from sparkrl.types import FinishReason, Group, Problem, Response, Sampling, Score, ScoredGroup
 
 GROUP = 4
 
@@ -54,9 +53,9 @@ class Policy:
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
 
-    async def sample(self, chosen, *, num_responses: int, **sampling: Any) -> tuple[Group, ...]:
+    async def sample(self, chosen, sampling: Sampling) -> tuple[Group, ...]:
         self.asked.append([problem.uid for problem in chosen])
-        return tuple(group(problem, num_responses) for problem in chosen)
+        return tuple(group(problem, sampling.num_responses) for problem in chosen)
 
 
 class Scorer:

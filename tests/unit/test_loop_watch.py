@@ -16,7 +16,7 @@ from sparkrl.errors import AgreementError
 from sparkrl.loop.parts import Parts
 from sparkrl.loop.train import run_loop
 from sparkrl.loop.watch import AgreementWatch
-from sparkrl.types import FinishReason, Group, Problem, Response, Score, ScoredGroup, TrainBatch, TrainResult
+from sparkrl.types import FinishReason, Group, Problem, Response, Sampling, Score, ScoredGroup, TrainBatch, TrainResult
 
 
 def first_stop(patience: int, values: list[float]) -> int | None:
@@ -77,8 +77,8 @@ class Rollout:
     def __init__(self) -> None:
         self.version = 0
 
-    async def sample(self, problems, *, num_responses: int, **sampling: Any) -> tuple[Group, ...]:
-        return tuple(Group(problem=problem, responses=self._responses(num_responses)) for problem in problems)
+    async def sample(self, problems, sampling: Sampling) -> tuple[Group, ...]:
+        return tuple(Group(problem=problem, responses=self._responses(sampling.num_responses)) for problem in problems)
 
     def _responses(self, num: int) -> tuple[Response, ...]:
         return tuple(
