@@ -163,6 +163,11 @@ async def _start(config: Config, run: RunFolder, telemetry: Telemetry, stack: As
     telemetry.note_setup(rollout=rollout.info, trainer=trainer.info)
     if config.trainer.replay and not trainer.info["routing_layers"]:
         telemetry.warn("this model has no routed experts, so `trainer.replay` is off: there is nothing to replay")
+    if trainer.info["compiles"]:
+        telemetry.warn(
+            "the trainer compiles its layers: its first step takes a minute or more longer "
+            "(`trainer.compile=never` goes without)"
+        )
     if advice := learning_rate_advice(config):
         telemetry.warn(advice)
     first_step = await _restore(run, data, trainer) if config.loop.resume else 0

@@ -88,6 +88,7 @@ def write_resumably(
                 _write_shards(work, shards, {**identity, "shards": parts}, progress)
                 _write_files(work, shards, files)
                 _remove_others(work, {*shards, *files, INDEX, _MANIFEST, _LOCK})
+                CheckpointReader(work)  # its headers, as a loader would
             except BaseException:
                 _remove_if_empty(work)
                 raise
@@ -148,7 +149,7 @@ def _write_shards(
 
 
 def _write_files(work: Path, shards: dict[str, list[Piece]], files: Mapping[str, str | bytes]) -> None:
-    """The index and the rest, config.json last; then read the result's headers as a loader would."""
+    """The index and the rest, config.json last."""
     if len(shards) > 1:
         index = {name: file for file, members in shards.items() for piece in members for name in piece.tensors}
         total = sum(piece.nbytes for members in shards.values() for piece in members)
@@ -156,7 +157,6 @@ def _write_files(work: Path, shards: dict[str, list[Piece]], files: Mapping[str,
         replace_file(work / INDEX, json.dumps(content, indent=2) + "\n")
     for name, text in sorted(files.items(), key=lambda item: item[0] == "config.json"):
         replace_file(work / name, text)
-    CheckpointReader(work)
 
 
 def _remove_others(work: Path, wanted: set[str]) -> None:

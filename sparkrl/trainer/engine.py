@@ -91,7 +91,9 @@ class AdapterEngine(FSDPEngineWithLMHead):
         self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
         self.replay = RouteReplay(self.module, self.family.router_class)
         num_frozen = sum(p.numel() for p in self.module.parameters() if not p.requires_grad)
-        compile_layers(self.module, compile_backend(self.cfg, num_frozen))
+        backend = compile_backend(self.cfg, num_frozen)
+        compile_layers(self.module, backend)
+        self.compiles = backend is not None
         self.loss = Loss(self.cfg.algorithm, response_budget=self.cfg.rollout.max_response_tokens)
 
     def trainable(self) -> dict[str, nn.Parameter]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,7 @@ class TrainerGroup:
             "pids": [fact["pid"] for fact in facts],
             "adapter_config": facts[0]["adapter_config"],
             "routing_layers": facts[0]["routing_layers"],
+            "compiles": facts[0]["compiles"],
             "replay": _replay_state(trainer.replay, group._routing),
             "start_s": time.perf_counter() - started,
         }
@@ -224,11 +226,9 @@ class TrainerGroup:
         """End every rank's process; safe to call twice and after an error."""
         workers, self._workers = self._workers, []
         stopping = [asyncio.ensure_future(_settle(w.stop.remote())) for w in workers if self._failure is None]
-        done, busy = await asyncio.wait(stopping, timeout=_STOP_WAIT_S) if stopping else ((), ())
-        for call in done:
-            call.exception()  # a rank that cannot stop by itself any more is killed like the others
-        for call in busy:
-            call.cancel()  # asyncio would print what it raises when its rank is killed
+        # a rank that cannot stop by itself is killed; what its call raises concerns nobody, and asyncio would print it
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*stopping, return_exceptions=True), _STOP_WAIT_S)
         for worker in workers:
             ray.kill(worker, no_restart=True)
 

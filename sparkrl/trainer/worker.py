@@ -115,6 +115,7 @@ class TrainerWorker:
             "trainable_parameters": sum(p.numel() for p in self.engine.trainable().values()),
             "routing_layers": self.engine.replay.num_layers,
             "adapter_config": self.adapter_config,
+            "compiles": self.engine.compiles,
             "start_s": time.perf_counter() - started,
             "pid": os.getpid(),
         }
