@@ -206,8 +206,8 @@ def test_trainer_two_ranks_give_the_gradients_of_one(path, batch, one_rank, tmp_
         first, second = ((m[name], other[name]) for m, other in zip(metrics, other_metrics, strict=True))
         assert first[1] == pytest.approx(first[0], rel=1e-6, abs=1e-6)
         assert second[1] == pytest.approx(second[0], rel=1e-4, abs=1e-6)
-    # where a gradient is about 0 AdamW divides noise by noise, so a few numbers may differ by a part of a step; how large
-    # a part, and by how much the second step's figures differ, depends on the processor's kernels
+    # where a gradient is about 0 AdamW divides noise by noise, so a few numbers may differ by a part of a step; how
+    # large a part, and by how much the second step's figures differ, depends on the kernels that the processor gets
     apart = torch.cat([(adapter[name] - other_adapter[name]).abs().flatten() for name in adapter]) / LR
     assert apart.max() < 1 and (apart > 0.01).float().mean() < 5e-3
     reader = CheckpointReader(path)
