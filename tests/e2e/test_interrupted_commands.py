@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 
 from sparkrl.quant.convert import quantize_checkpoint
 
-EXPERTS, WIDTH, INNER, LAYERS = 16, 512, 256, 12
+EXPERTS, WIDTH, INNER, LAYERS = 16, 512, 256, 8
 SHARD_GIB = 0.003
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
-    """BF16 experts alone, 150 MB: they take some seconds."""
+    """BF16 experts alone, 100 MB: they take some seconds."""
     folder = tmp_path_factory.mktemp("plain")
     random = torch.Generator().manual_seed(0)
     tensors = {}
@@ -34,11 +34,16 @@ def plain(tmp_path_factory) -> Path:
     return folder
 
 
+def heed_ctrl_c() -> None:
+    """As at a terminal: what a shell starts in the background inherits that Ctrl-C is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_interrupted_quantize_says_what_it_kept_and_the_same_command_finishes_it(plain: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     command = [sys.executable, "-m", "sparkrl.cli", "quantize", str(plain), "--out", str(target)]
     command += ["--shard-gib", str(SHARD_GIB)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as process:
         assert process.stderr is not None
         said: list[str] = []
         for line in process.stderr:
