@@ -175,6 +175,8 @@ async def _start(config: Config, run: RunFolder, telemetry: Telemetry, stack: As
         if warning := await settle_transport(config, rollout, trainer):
             telemetry.warn(warning)
         await rollout.load_adapter(await trainer.publish(first_step))
+        for warning in trainer.take_warnings():
+            telemetry.warn(warning)
     return Parts(
         config=config,
         data=data,

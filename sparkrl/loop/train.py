@@ -44,7 +44,7 @@ async def run_loop(parts: Parts, cfg: Config, interrupt: Interrupt) -> None:
                 result = await parts.trainer.step(batch)
             with telemetry.stage("swap"):
                 await parts.rollout.load_adapter(await parts.trainer.publish(step + 1))
-            for warning in parts.rollout.take_warnings():
+            for warning in (*parts.rollout.take_warnings(), *parts.trainer.take_warnings()):
                 telemetry.warn(warning)
             metrics = sampled.metrics | result.metrics | parts.rollout.metrics()
             telemetry.log_step(step + 1, metrics, dlogp=result.dlogp, samples=sampled.all)

@@ -22,8 +22,7 @@ async def settle_transport(config: Config, rollout: RolloutPool, trainer: Traine
     if wanted is Transport.auto and trainer.auto_transport is Transport.object_store:
         return None  # several machines: no GPU reaches another machine's memory
     offered = await trainer.offer_on_device()
-    parts = [part for part in offered if not isinstance(part, str)]
-    why = next((part for part in offered if isinstance(part, str)), None) or await rollout.try_on_device(parts)
+    why = offered.message if isinstance(offered, AdapterError) else await rollout.try_on_device(offered)
     if why is None:
         trainer.auto_transport = Transport.cuda_ipc
         return None

@@ -14,12 +14,13 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from sparkrl.config.schema import COLOCATED_SHARE, Config, Device, OldLogProbs, Transport
-from sparkrl.errors import DataError, SparkrlError, WorkerError
+from sparkrl.errors import AdapterError, DataError, SparkrlError, WorkerError
 from sparkrl.lora.wire import gather_parts
 from sparkrl.models.registry import RoutingShape, load_config
 from sparkrl.models.routes import validate_routes
 from sparkrl.trainer.batch import Row, Totals, num_fed, plan
 from sparkrl.trainer.correction import correction_metrics
+from sparkrl.trainer.handover import NEXT
 from sparkrl.trainer.metrics import agreement, ratio
 from sparkrl.trainer.worker import RankResult, TrainerWorker
 from sparkrl.types import AdapterPart, SharedAdapter, TrainBatch, TrainResult, TrainSequence
@@ -46,6 +47,7 @@ class TrainerGroup:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self.auto_transport = Transport.shared_memory if len(nodes) == 1 else Transport.object_store
         """What `rollout.adapter_transport=auto` means here."""
+        self._warnings: list[str] = []
         self._routing: RoutingShape
         self.info: dict[str, Any] = {}
         """Facts about the group: ranks, trainable parameters, bytes read, seconds to start, adapter config."""
@@ -191,20 +193,42 @@ class TrainerGroup:
     async def publish(self, version: int) -> SharedAdapter:
         """The current adapter for the servers, each rank's part from where it lies; no rank ever holds all of it.
 
-        Valid until the next call: the ranks use the memory again.
+        Valid until the next call: the ranks use the memory again. Where `rollout.adapter_transport=auto` finds no
+        memory on its way, all ranks take the next one from here on, and `take_warnings` says so.
 
         Raises:
             AdapterError: a machine does not have the memory.
         """
-        transport = self._cfg.rollout.adapter_transport
-        if transport is Transport.auto:
-            transport = self.auto_transport
-        parts = await self._call("publish", self._everywhere(transport), self._cfg.trainer.step_timeout_s)
-        return gather_parts(parts, self.info["adapter_config"], version)
+        asked = self._cfg.rollout.adapter_transport
+        while True:
+            transport = self.auto_transport if asked is Transport.auto else asked
+            parts, why = await self._publish(transport)
+            if why is None:
+                return gather_parts(parts, self.info["adapter_config"], version)
+            if asked is not Transport.auto or transport not in NEXT:
+                raise why
+            self.auto_transport = NEXT[transport]
+            self._warnings.append(
+                f"adapters travel through {self.auto_transport.value} from here on, not {transport.value}: "
+                f"{why.message}"
+            )
 
-    async def offer_on_device(self) -> list[AdapterPart | str]:
-        """What each rank leaves on its GPU for servers to try, or why it leaves nothing; valid until `publish`."""
-        return await self._call("offer_on_device", self._everywhere(), self._cfg.trainer.step_timeout_s)
+    async def offer_on_device(self) -> list[AdapterPart] | AdapterError:
+        """What each rank leaves on its GPU for servers to try, or why one cannot; valid until `publish`."""
+        parts, why = await self._publish(Transport.cuda_ipc, trial=True)
+        return why or parts
+
+    def take_warnings(self) -> list[str]:
+        """What happened since the last call."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
+
+    async def _publish(self, transport: Transport, **options: Any) -> tuple[list[AdapterPart], AdapterError | None]:
+        """Each rank's part, and the error of the first one that has none."""
+        limit = self._cfg.trainer.step_timeout_s
+        found = await self._call("publish", self._everywhere(transport), limit, **options)
+        parts = [part for part in found if not isinstance(part, AdapterError)]
+        return parts, next((part for part in found if isinstance(part, AdapterError)), None)
 
     async def save(self, folder: str | os.PathLike[str]) -> None:
         """Write stock PEFT files and the optimizer's state into `folder`; files appear complete or not at all."""

@@ -14,6 +14,7 @@ import numpy as np
 from sparkrl.config.schema import Config, Device, Transport
 from sparkrl.errors import AdapterError
 from sparkrl.trainer.batch import MicroBatch, Row, Totals, collate
+from sparkrl.trainer.handover import memory_errors
 from sparkrl.types import AdapterPart
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class TrainerWorker:
         self._writer: PartWriter | None = None
         self._outbox: Outbox
         self._device_outbox: DeviceOutbox
+        self._is_mapped = False
+        """Whether servers still have what lies in `_device_outbox` mapped."""
 
     def open_store(self) -> tuple[str, int]:
         """On rank 0: open the rendezvous on a port the system chooses.
@@ -145,14 +148,24 @@ class TrainerWorker:
         self.num_updates += int(np.isfinite(figures["grad_norm"]))
         return self._result(log_probs, entropy, figures)
 
-    def publish(self, transport: Transport) -> AdapterPart:
+    def publish(self, transport: Transport, *, trial: bool = False) -> AdapterPart | AdapterError:
         """This rank's part of the adapter, for servers on this machine, or through Ray's object store.
 
         The memory is used again by the next call: every reader must be done with it by then.
 
-        Raises:
-            AdapterError: there is not enough memory, or it cannot be shared.
+        Args:
+            trial: servers only try whether they can read it, and let go of it at once.
+        Returns:
+            The part, or why there is not enough memory for it, or it cannot be shared: the other ranks are fine then,
+            and all may try another way.
         """
+        try:
+            with memory_errors(transport):
+                return self._publish(transport, trial=trial)
+        except AdapterError as error:
+            return error
+
+    def _publish(self, transport: Transport, *, trial: bool) -> AdapterPart:
         import torch
 
         from sparkrl.lora.device_memory import DeviceOutbox
@@ -168,8 +181,12 @@ class TrainerWorker:
             self._device_outbox = DeviceOutbox(torch.device(self.device))
         if transport is Transport.cuda_ipc:
             room = self._device_outbox.room(self._writer.num_bytes)
-            return self._writer.write_on_device(room, memory=self._device_outbox.handle())
-        self._device_outbox.close()
+            part = self._writer.write_on_device(room, memory=self._device_outbox.handle())
+            self._is_mapped = not trial
+            return part
+        if not self._is_mapped:
+            self._device_outbox.close()
+        self._is_mapped = False  # servers let go of it when they load what is written now
         if transport is Transport.object_store:
             import ray
 
@@ -178,13 +195,6 @@ class TrainerWorker:
             return replace(part, buffer=ray.put(buffer))
         target = self._outbox.room(self._writer.num_bytes)
         return self._writer.write(target, memory=self._outbox.handle())
-
-    def offer_on_device(self) -> AdapterPart | str:
-        """What `publish` leaves on the GPU, for servers to try whether they can read it, or why there is nothing."""
-        try:
-            return self.publish(Transport.cuda_ipc)
-        except AdapterError as error:
-            return error.message
 
     def save(self, folder: str, counters: dict[str, int]) -> None:
         """Write adapter and optimizer state; rank 0 writes."""

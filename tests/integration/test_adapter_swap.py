@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import os
 import re
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +93,35 @@ def adapters(run, parts, problems):
         run(group.step(random_batch(groups, np.random.default_rng(version))))
         found.append(run(saved_adapter(group, version)))
     return found
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes, pids):
+    """Processes in which memory with a file descriptor cannot grow larger, as in a machine that has no more."""
+    before = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
+    for pid, (_, hard) in before.items():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
+    yield
+    for pid, limits in before.items():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+def test_shared_memory_that_one_rank_does_not_get_is_an_error_where_asked_for_and_passed_over_by_auto(run, parts):
+    pool, group, cfg = parts
+    wanted = Transport.shared_memory
+    with files_of_at_most(1 << 20, group.info["pids"][1:]):
+        cfg.rollout.adapter_transport = wanted
+        with pytest.raises(AdapterError, match=r"no memory to hand the adapter over: it takes .* File too large"):
+            run(group.publish(0))
+        cfg.rollout.adapter_transport = Transport.auto
+        shared = run(group.publish(0))
+    (warning,) = group.take_warnings()
+    assert re.match("adapters travel through object_store from here on, not shared_memory: no memory to hand", warning)
+    assert len(shared.parts) == 2 and all(part.memory is None for part in shared.parts)
+    run(pool.load_adapter(shared))
+    assert run(group.publish(1)).parts[0].memory is None and not group.take_warnings()  # said once
+    group.auto_transport = wanted
+    assert all(part.memory is not None for part in run(group.publish(2)).parts)
 
 
 def test_published_parts_are_served_as_the_gathered_adapter_is_whichever_way_they_travel(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from ray.exceptions import RayTaskError
+import errno
+
+import pytest
+import torch
+from ray.exceptions import ObjectStoreFullError, RayTaskError
 from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
-from sparkrl.errors import CheckpointError
+from sparkrl.config.schema import Transport
+from sparkrl.errors import AdapterError, CheckpointError
 from sparkrl.trainer.group import _root_cause
+from sparkrl.trainer.handover import memory_errors
 
 
 def failed(cause: Exception) -> RayTaskError:
@@ -25,3 +31,29 @@ def test_another_error_has_no_hint_and_a_users_mistake_comes_first():
     mistake = CheckpointError("model.safetensors is cut off", hint="download it again")
     shown = _root_cause([failed(ZeroDivisionError("by zero")), failed(mistake)])
     assert (type(shown), shown.message, shown.hint) == (CheckpointError, mistake.message, mistake.hint)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB."), "OutOfMemoryError: CUDA out of"),
+        (OSError(errno.ENOSPC, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+        (RuntimeError("unable to open shared memory object </torch_7> in read-write mode"), "shared memory object"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore"), "you tried"),
+        (MemoryError(), "MemoryError"),
+        (ObjectStoreFullError("the store is full"), "ObjectStoreFullError: "),
+    ],
+)
+def test_want_of_memory_for_the_adapter_is_our_error_and_names_another_way(error, words):
+    with pytest.raises(AdapterError) as caught, memory_errors(Transport.shared_memory):
+        raise error
+    assert caught.value.message.startswith("no memory to hand the adapter over through shared_memory: ")
+    assert words in caught.value.message and "\n" not in caught.value.message
+    assert "`rollout.adapter_transport=object_store`" in caught.value.hint
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("no"), AdapterError("ours", hint="kept")])
+def test_another_error_of_handing_over_passes_as_it_is(error):
+    with pytest.raises(type(error)) as caught, memory_errors(Transport.cuda_ipc):
+        raise error
+    assert caught.value is error
