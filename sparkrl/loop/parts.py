@@ -17,7 +17,7 @@ from sparkrl.data import ProblemStream, load_problems, load_tokenizer
 from sparkrl.errors import CheckpointError, ConfigError, SparkrlError
 from sparkrl.evals import evaluate, with_gain
 from sparkrl.loop.cluster import ray_cluster
-from sparkrl.loop.preflight import check_model
+from sparkrl.loop.preflight import check_compiler, check_model
 from sparkrl.loop.transport import settle_transport
 from sparkrl.reward import Rewarder
 from sparkrl.rollout import RolloutPool
@@ -120,6 +120,7 @@ async def build_parts(config: Config) -> AsyncIterator[Parts]:
     The run's summary and report are written at the end in either case.
     """
     check_model(config)
+    check_compiler(config)
     run = _open_to_resume(config, config.loop.resume) if config.loop.resume else RunFolder.create(config)
     with only_writer(run.path):
         telemetry = Telemetry(config, run)

@@ -13,6 +13,7 @@ from sparkrl.lora.targets import resolve_targets
 from sparkrl.models.registry import load_config
 from sparkrl.models.tensor_parallel import check_tensor_parallel
 from sparkrl.quant.checkpoint import CheckpointReader
+from sparkrl.trainer.compiler import compile_backend
 from sparkrl.trainer.loading import pack_experts
 from sparkrl.types import Adapter
 
@@ -39,6 +40,16 @@ def check_model(config: Config) -> None:
     if config.trainer.base is Base.packed:
         pack_experts(model, reader, family, torch.float32)
     resolve_targets(list(config.lora.targets), family, model)
+
+
+def check_compiler(config: Config) -> None:
+    """Refuse `trainer.compile=always` where this machine trains and has no compiler; on a cluster the ranks look.
+
+    Raises:
+        ConfigError: names the compiler that is missing.
+    """
+    if config.cluster.address is None:
+        compile_backend(config, num_frozen=0)
 
 
 def check_adapter(adapter: Adapter, expected: Adapter, config: Config, folder: Path) -> None:

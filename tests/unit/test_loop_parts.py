@@ -15,6 +15,7 @@ from sparkrl.config.load import dump, load
 from sparkrl.data import ProblemStream
 from sparkrl.errors import ConfigError
 from sparkrl.loop.parts import Parts, build_parts, eval_seed
+from sparkrl.loop.preflight import check_compiler
 from sparkrl.telemetry import RunFolder
 from sparkrl.types import Answer, EvalResult, FinishReason, Group, Problem, Response, Sampling, Score, ScoredGroup
 
@@ -155,3 +156,23 @@ def test_resume_with_nothing_left_to_do_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=message) as caught:
         asyncio.run(start())
     assert left or "`loop.num_steps=" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_compiling_without_a_compiler_is_refused_before_anything_is_started_or_written(tmp_path, monkeypatch, address):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    runs = tmp_path / "runs"
+    config = load(["recipe=quickstart", "trainer.compile=always", f"output_dir={runs}"])
+    if address:  # another machine trains, where there may be one
+        config.cluster.address = address
+        check_compiler(config)
+        return
+
+    async def start() -> None:
+        async with build_parts(config):
+            pass
+
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler on the trainer's machine, and there is no g\+\+"):
+        asyncio.run(start())
+    assert not runs.exists()
