@@ -33,7 +33,9 @@ TOKENS = (256, 1024, 8192)
 WARMUP, REPEATS, PROFILED = 3, 10, 3
 TOP = 15
 """Kernels and host operators that a profile names."""
-MODES: dict[str, str | None] = {"compiled": "inductor", "eager": None}
+MODES: dict[str, str | None] = {"compiled": "inductor", "eager": None, "kernels": "inductor"}
+"""`kernels` is `compiled` over `sparkrl.models.kernel_experts`, measured when asked for."""
+DEFAULT_MODES = ("compiled", "eager")
 PEAK_FLOPS = 990e12
 """Dense bfloat16 of an H200, FLOP/s. Source: NVIDIA's data sheet."""
 SHAPE: dict[str, Any] = {
@@ -59,7 +61,7 @@ def measure(
     *,
     device: str = "cuda",
     variants: tuple[str, ...] = VARIANTS,
-    modes: tuple[str, ...] = tuple(MODES),
+    modes: tuple[str, ...] = DEFAULT_MODES,
     keep: Callable[[dict], None] = lambda found: None,
 ) -> dict:
     """All figures, ready for JSON. Smaller shapes and `device="cpu"` are for trying the script itself.
@@ -79,7 +81,7 @@ def measure(
         for variant in variants:
             model, step = _make(variant, shape, device)
             for mode in modes:
-                compile_layers(model, MODES[mode])
+                compile_layers(model, MODES[mode], own_kernels=mode == "kernels")
                 for tokens in token_counts:
                     figures = out["tokens"][tokens].setdefault(variant, {}).setdefault(mode, {})
                     if profiles:
@@ -93,7 +95,7 @@ def measure(
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
-    out["kernel"] = {mode: kernel_errors(device, MODES[mode]) for mode in modes}
+    out["kernel"] = {mode: kernel_errors(device, MODES[mode], own_kernels=mode == "kernels") for mode in modes}
     for figures in out["tokens"].values():
         figures["rows_an_expert"] = figures["tflop"].pop("rows_an_expert")
         if set(variants) == set(VARIANTS):
@@ -139,7 +141,7 @@ def useful_flops(shape: dict[str, Any], tokens: int) -> dict[str, float]:
     }
 
 
-def kernel_errors(device: str, backend: str | None = None) -> dict[str, float]:
+def kernel_errors(device: str, backend: str | None = None, *, own_kernels: bool = False) -> dict[str, float]:
     """Largest error of a bfloat16 layer's value and gradients to float64 on the CPU, over the largest value.
 
     Some experts have no row, which is where grouped kernels go wrong first.
@@ -157,6 +159,7 @@ def kernel_errors(device: str, backend: str | None = None) -> dict[str, float]:
 
     torch.manual_seed(0)
     base = Small()
+    base.own_kernels = own_kernels
     ids = torch.rand(200, 13).argsort(-1)[:, :4]  # three experts get nothing
     inputs = [torch.randn(200, 128), torch.rand(200, 4)]
     inputs += [torch.randn(shape) * 0.1 for shape in ((16, 32, 128), (16, 128, 32), (16, 32, 64), (16, 128, 32))]
@@ -265,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench_gpu_expert_lora.json"))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--modes", nargs="+", default=list(DEFAULT_MODES), choices=list(MODES))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     arguments = parser.parse_args()
 

@@ -66,9 +66,15 @@ def region(*rows: int, packed: Sequence[int] = ()) -> Callable[[Callable[..., An
     return lambda function: Region(function, dict.fromkeys(rows, 0) | dict.fromkeys(packed, 1))
 
 
-def compile_layers(model: nn.Module, backend: str | None = "inductor") -> None:
-    """Let every layer of `model` that has regions compile them; None goes back to eager."""
+def compile_layers(model: nn.Module, backend: str | None = "inductor", *, own_kernels: bool = False) -> None:
+    """Let every layer of `model` that has regions compile them; None goes back to eager.
+
+    Args:
+        own_kernels: routed experts take `sparkrl.models.kernel_experts`, which has not run on a GPU yet.
+    """
     for module in model.modules():
+        if hasattr(type(module), "own_kernels"):
+            module.own_kernels = own_kernels  # type: ignore[assignment]
         if hasattr(type(module), "compile_backend"):
             module.compile_backend = backend  # type: ignore[assignment]
 

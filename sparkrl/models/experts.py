@@ -21,6 +21,7 @@ from transformers.activations import SiLUActivation
 
 from sparkrl.models.fused_experts import FusedExperts
 from sparkrl.models.grouped import GroupedRows, grouped_linear
+from sparkrl.models.kernel_experts import KernelExperts
 
 _SILU = (nn.SiLU, SiLUActivation)
 _CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**28}
@@ -43,6 +44,8 @@ class RoutedExperts(nn.Module):
     """[E, H, I]."""
     compile_backend: str | None = None
     """Where set, and on CUDA, `fused_experts` computes the layer."""
+    own_kernels: bool = False
+    """`kernel_experts` in place of `fused_experts`; see there why it is not the default."""
 
     @property
     def norm(self) -> nn.Module | None:
@@ -102,13 +105,18 @@ def run_experts(
     Whatever the one function does not cover (weights that are trained or replaced from outside, dropout, another
     activation) takes `composed_experts`, the same computation from differentiable parts.
     """
-    rows = GroupedRows.sort(top_k_index, base.num_experts)
     dropout = factors is not None and factors.dropout
     if dropout or not isinstance(base.act_fn, _SILU) or (torch.is_grad_enabled() and not _is_frozen(base)):
+        rows = GroupedRows.sort(top_k_index, base.num_experts)
         return composed_experts(base, hidden_states, rows, top_k_weights, factors)
     tensors = () if factors is None else (factors.gate_up_a, factors.gate_up_b, factors.down_a, factors.down_b)
-    function = FusedExperts if base.compile_backend and hidden_states.is_cuda else _Experts
-    return function.apply(base, rows, 1.0 if factors is None else factors.scale, hidden_states, top_k_weights, *tensors)
+    scale = 1.0 if factors is None else factors.scale
+    compiled = base.compile_backend and hidden_states.is_cuda
+    if compiled and base.own_kernels:
+        return KernelExperts.apply(base, scale, hidden_states, top_k_index, top_k_weights, *tensors)
+    rows = GroupedRows.sort(top_k_index, base.num_experts)
+    function = FusedExperts if compiled else _Experts
+    return function.apply(base, rows, scale, hidden_states, top_k_weights, *tensors)
 
 
 def composed_experts(

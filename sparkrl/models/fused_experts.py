@@ -36,7 +36,7 @@ class FusedExperts(torch.autograd.Function):
             low_gate_up_MR = rows.multiply(x_MH, gate_up_a.mT)
             delta_gate_up = rows.multiply(low_gate_up_MR, gate_up_b.mT)
         del x_MH
-        h_MI = _gated(backend, gate_up_MO, delta_gate_up)
+        h_MI = gated(backend, gate_up_MO, delta_gate_up)
         del delta_gate_up
         y_MH = rows.multiply(h_MI, down_EHI.mT)
         if factors:
@@ -45,8 +45,8 @@ class FusedExperts(torch.autograd.Function):
             lows = (low_gate_up_MR, low_down_MR)
         del h_MI
         weight_H, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        inverse_rms_M = _finish(backend, y_MH, delta, weight_H, eps)
-        out_TH = _combine(backend, y_MH, rows.inverse_TK, weights_TK, inverse_rms_M, weight_H)
+        inverse_rms_M = finish(backend, y_MH, delta, weight_H, eps)
+        out_TH = combine(backend, y_MH, rows.inverse_TK, weights_TK, inverse_rms_M, weight_H)
         ctx.base, ctx.rows, ctx.scale = base, rows, scale
         ctx.save_for_backward(x_TH, weights_TK, gate_up_MO, y_MH, *lows, *factors)
         return out_TH
@@ -60,7 +60,7 @@ class FusedExperts(torch.autograd.Function):
         lows, factors = more[:2], more[2:]
         gate_up_EOH, down_EHI = base.weights()
         weight_H, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        grad_y_MH, grad_weights_TK = _combine_backward(
+        grad_y_MH, grad_weights_TK = combine_backward(
             backend, grad_TH, y_MH, rows.token_M, rows.pair_M, rows.inverse_TK, weights_TK, weight_H, eps
         )
         grad_h_MI, delta_h = rows.multiply(grad_y_MH, down_EHI), None
@@ -68,7 +68,7 @@ class FusedExperts(torch.autograd.Function):
             gate_up_a, gate_up_b, down_a, down_b = _rounded(backend, x_TH.dtype, ctx.scale, *factors)
             grad_low_down_MR = rows.multiply(grad_y_MH, down_b)
             delta_h = rows.multiply(grad_low_down_MR, down_a)
-        grad_gate_up_MO, h_MI = _gated_backward(backend, gate_up_MO, grad_h_MI, delta_h, bool(factors))
+        grad_gate_up_MO, h_MI = gated_backward(backend, gate_up_MO, grad_h_MI, delta_h, bool(factors))
         del grad_h_MI, delta_h, down_EHI
         grads: tuple[Tensor | None, ...] = ()
         if factors:
@@ -83,7 +83,7 @@ class FusedExperts(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             grad_x_MH = rows.multiply(grad_gate_up_MO, gate_up_EOH)
             delta_x = rows.multiply(grad_low_gate_up_MR, gate_up_a) if factors else None
-            grad_x_TH = _sum(backend, grad_x_MH, delta_x, rows.inverse_TK)
+            grad_x_TH = token_sum(backend, grad_x_MH, delta_x, rows.inverse_TK)
         return None, None, None, grad_x_TH, grad_weights_TK, *grads
 
 
@@ -102,7 +102,7 @@ def _widened(dtype: torch.dtype, scale: float, *grads: Tensor) -> tuple[Tensor, 
 
 
 @region(0, 1)
-def _gated(gate_up_MO: Tensor, delta_MO: Tensor | None) -> Tensor:
+def gated(gate_up_MO: Tensor, delta_MO: Tensor | None) -> Tensor:
     """`silu(gate) * up`; the delta is added to `gate_up_MO` in place."""
     if delta_MO is not None:
         gate_up_MO.add_(delta_MO)
@@ -111,7 +111,7 @@ def _gated(gate_up_MO: Tensor, delta_MO: Tensor | None) -> Tensor:
 
 
 @region(0, 1, 2)
-def _gated_backward(
+def gated_backward(
     gate_up_MO: Tensor, grad_h_MI: Tensor, delta_MI: Tensor | None, with_h: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradient of gate and up, and, for A's own gradient, the activation once more."""
@@ -125,7 +125,7 @@ def _gated_backward(
 
 
 @region(0, 1)
-def _finish(y_MH: Tensor, delta_MH: Tensor | None, weight_H: Tensor | None, eps: float) -> Tensor | None:
+def finish(y_MH: Tensor, delta_MH: Tensor | None, weight_H: Tensor | None, eps: float) -> Tensor | None:
     """Add the delta to `y_MH` in place; the rows' 1 / rms where there is a norm."""
     if delta_MH is not None:
         y_MH.add_(delta_MH)
@@ -133,7 +133,7 @@ def _finish(y_MH: Tensor, delta_MH: Tensor | None, weight_H: Tensor | None, eps:
 
 
 @region(0, 1, 2, 3)
-def _combine(
+def combine(
     y_MH: Tensor, inverse_TK: Tensor, weights_TK: Tensor, inverse_rms_M: Tensor | None, weight_H: Tensor | None
 ) -> Tensor:
     """Norm, routing weight and sum, in float32; rounded once, at the end."""
@@ -147,7 +147,7 @@ def _combine(
 
 
 @region(0, 1, 2, 3, 4, 5)
-def _combine_backward(
+def combine_backward(
     grad_TH: Tensor,
     y_MH: Tensor,
     token_M: Tensor,
@@ -174,7 +174,7 @@ def _combine_backward(
 
 
 @region(0, 1, 2)
-def _sum(grad_MH: Tensor, delta_MH: Tensor | None, inverse_TK: Tensor) -> Tensor:
+def token_sum(grad_MH: Tensor, delta_MH: Tensor | None, inverse_TK: Tensor) -> Tensor:
     """Each token's rows, and the deltas', summed in a fixed order in float32; rounded once."""
     slots = inverse_TK.unbind(1)
     parts = [wide(grad_MH[row_T]) for row_T in slots]

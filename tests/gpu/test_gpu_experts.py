@@ -19,14 +19,15 @@ from sparkrl.models.experts import ExpertFactors, RoutedExperts, run_experts
 pytestmark = pytest.mark.gpu
 
 
-def test_gpu_experts_in_bfloat16_are_near_float64_with_experts_that_have_no_row():
-    errors = kernel_errors("cuda")
+@pytest.mark.parametrize(("backend", "own_kernels"), [(None, False), ("inductor", False), ("inductor", True)])
+def test_gpu_experts_in_bfloat16_are_near_float64_with_experts_that_have_no_row(backend, own_kernels):
+    errors = kernel_errors("cuda", backend, own_kernels=own_kernels)
     assert max(errors.values()) <= 2e-2, errors
 
 
-@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize(("backend", "own_kernels"), [(None, False), ("inductor", False), ("inductor", True)])
 @pytest.mark.parametrize("rank", [4, 32])  # 4 takes the reference path: its rows are no multiple of 16 bytes
-def test_gpu_experts_give_equal_bits_twice(rank, backend):
+def test_gpu_experts_give_equal_bits_twice(rank, backend, own_kernels):
     generator = torch.Generator("cuda").manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -34,7 +35,7 @@ def test_gpu_experts_give_equal_bits_twice(rank, backend):
 
     base = RoutedExperts()
     base.num_experts, base.hidden_dim, base.intermediate_dim, base.act_fn = 32, 256, 128, nn.SiLU()
-    base.compile_backend = backend
+    base.compile_backend, base.own_kernels = backend, own_kernels
     base.gate_up_proj = nn.Parameter(noise(32, 256, 256), requires_grad=False)
     base.down_proj = nn.Parameter(noise(32, 256, 128), requires_grad=False)
     ids = torch.rand(500, 32, generator=generator, device="cuda").argsort(-1)[:, :4]

@@ -31,6 +31,7 @@ from sparkrl.models.compiled import compile_layers, projections
 from sparkrl.models.experts import ExpertFactors, RoutedExperts, composed_experts
 from sparkrl.models.fused_experts import FusedExperts
 from sparkrl.models.grouped import GroupedRows
+from sparkrl.models.kernel_experts import KernelExperts
 from sparkrl.models.muse_spark import InputScaledNorm
 
 
@@ -162,7 +163,7 @@ class _Small(RoutedExperts):
 
 
 def _fused_and_parts(
-    dtype: torch.dtype, backend: str | None, *, norm: bool, lora: bool
+    dtype: torch.dtype, backend: str | None, *, norm: bool, lora: bool, own_kernels: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Value and gradients of the fused function in `dtype`, and of the differentiable parts in float64."""
     torch.manual_seed(0)
@@ -173,8 +174,10 @@ def _fused_and_parts(
     if lora:
         inputs += [0.3 * torch.randn(shape) for shape in ((6, 4, 24), (6, 32, 4), (6, 4, 16), (6, 24, 4))]
     inputs = [tensor.to(dtype).requires_grad_() for tensor in inputs]
-    rows = GroupedRows.sort(ids, 6, pad=False)
-    out = FusedExperts.apply(base, rows, 1.5, *inputs)
+    if own_kernels:
+        out = KernelExperts.apply(base, 1.5, inputs[0], ids, *inputs[1:])
+    else:
+        out = FusedExperts.apply(base, GroupedRows.sort(ids, 6, pad=False), 1.5, *inputs)
     found = [out.detach(), *torch.autograd.grad(out.double().square().sum(), inputs)]
     wide_base = copy.deepcopy(base).double()
     if norm:  # its own module stays in float32
@@ -193,8 +196,11 @@ def _norm(norm: Any, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("lora", [False, True], ids=["frozen", "lora"])
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 0.02)])
-def test_fused_experts_equal_their_parts_in_float64(dtype: torch.dtype, limit: float, norm: bool, lora: bool) -> None:
-    found, wanted = _fused_and_parts(dtype, TRACED, norm=norm, lora=lora)
+@pytest.mark.parametrize("own_kernels", [False, True], ids=["regions", "one_region"])
+def test_fused_experts_equal_their_parts_in_float64(
+    dtype: torch.dtype, limit: float, norm: bool, lora: bool, own_kernels: bool
+) -> None:
+    found, wanted = _fused_and_parts(dtype, TRACED, norm=norm, lora=lora, own_kernels=own_kernels)
     if not norm:
         limit = max(limit, 1e-7)  # the parts round to float32 on the way
     for one, other in zip(found, wanted, strict=True):
@@ -202,8 +208,9 @@ def test_fused_experts_equal_their_parts_in_float64(dtype: torch.dtype, limit: f
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor runs g++, which is not here")
-def test_fused_experts_through_inductor_equal_their_parts() -> None:
-    found, wanted = _fused_and_parts(torch.bfloat16, "inductor", norm=True, lora=True)
+@pytest.mark.parametrize("own_kernels", [False, True], ids=["regions", "one_region"])
+def test_fused_experts_through_inductor_equal_their_parts(own_kernels: bool) -> None:
+    found, wanted = _fused_and_parts(torch.bfloat16, "inductor", norm=True, lora=True, own_kernels=own_kernels)
     for one, other in zip(found, wanted, strict=True):
         assert distance(one, other) < 0.02
 
