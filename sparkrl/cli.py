@@ -271,7 +271,10 @@ def _add_checkpoint_commands(commands: Commands, debug: argparse.ArgumentParser)
 
 def _gib(text: str) -> float:
     """A size that is a number above zero."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got: {text}")
     return value
