@@ -70,6 +70,9 @@ class Trainer:
     async def publish(self, version: int) -> int:
         return version
 
+    def take_warnings(self) -> list[str]:
+        return []
+
 
 class Rollout:
     """Answers every prompt with one right and one wrong response."""
