@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import benchmarks
+from sparkrl.threads import openmp_environment
 
 NAMES = ("expert_lora", "expert_lora_growth", "dequantize", "load", "packed_base", "swap", "rollout", "train_step")
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,8 +26,9 @@ def main() -> None:
     if unknown := [name for name in arguments.names if name not in NAMES]:
         parser.error(f"unknown benchmark: {unknown[0]} (there are: {', '.join(NAMES)})")
     load_before = os.getloadavg()[0]
-    # before torch is imported: threads that spin while they wait slow down whatever else runs
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # before torch is imported: threads wait for each other as they do in training
+    for variable, value in openmp_environment(os.cpu_count() or 1).items():
+        os.environ.setdefault(variable, value)
 
     from rich.console import Console
 

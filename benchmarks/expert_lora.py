@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.figures import Figure
+from sparkrl.threads import openmp_environment
 
 NAME = "expert_lora"
 THREADS = 2
@@ -108,11 +109,8 @@ def environment(what: str) -> dict[str, str]:
     """Environment of a process that measures `what`, "seconds" or "bytes"."""
     return (
         os.environ
-        | {
-            "OMP_NUM_THREADS": str(THREADS),
-            "OMP_WAIT_POLICY": "PASSIVE",  # those that wait for their turn must not spin
-            "TRANSFORMERS_VERBOSITY": "error",
-        }
+        | openmp_environment(THREADS)
+        | {"TRANSFORMERS_VERBOSITY": "error"}
         | (MEMORY_ENVIRONMENT if what == "bytes" else {})
     )
 

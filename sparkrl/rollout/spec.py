@@ -7,6 +7,7 @@ from typing import Any
 
 from sparkrl.config.schema import COLOCATED_SHARE, Config, Device, Swap
 from sparkrl.models.registry import load_config
+from sparkrl.threads import openmp_environment
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks vLLM allocates buffers for."""
@@ -77,10 +78,8 @@ class ServerSpec:
     def environment(self) -> dict[str, str]:
         """Environment of the actor; vLLM's own processes inherit it."""
         env = {
-            "OMP_NUM_THREADS": str(self.num_threads),
+            **openmp_environment(self.num_threads),
             "MKL_NUM_THREADS": str(self.num_threads),
-            # Threads that spin while they wait take the cores from the trainer and from each other.
-            "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",

@@ -17,7 +17,7 @@ LAYERS = [
     {"lora"},
     {"models", "quant"},
     {"config"},
-    {"types", "errors"},
+    {"types", "errors", "threads"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Pure helpers of verl (advantages, scoring) are used where they are needed; its engine is not.
