@@ -58,6 +58,7 @@ def order(ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     All int32. One program an expert counts and places its pairs, which for few pairs is one start of a kernel instead
     of ten.
     """
+    ids_N = ids_N.contiguous()  # replayed ids of one slot are a view of all layers'
     pair_M, row_N = (torch.empty(ids_N.shape, dtype=torch.int32, device=ids_N.device) for _ in range(2))
     ends_E = torch.empty(num_experts, dtype=torch.int32, device=ids_N.device)
     _order_kernel[(num_experts,)](ids_N, pair_M, row_N, ends_E, ids_N.numel(), BLOCK=_ORDER_BLOCK)
@@ -108,6 +109,7 @@ def multiply(
     """
     pair_M, top_k = through
     num_experts, width, out_width = weight_EIO.shape
+    x, low_MR = x.contiguous(), None if low_MR is None else low_MR.contiguous()
     tile = tile or _tile(num_rows // num_experts, out_width)
     out_MO = x.new_empty(num_rows, out_width)
     rank = 0 if low_MR is None else low_MR.shape[1]
@@ -243,6 +245,7 @@ def outer(
         tile: `rows` of the sum at a time; `columns` of the wider side, all of the narrower one (LoRA's rank).
     """
     pair_M, top_k = through
+    y, x = y.contiguous(), x.contiguous()
     num_experts, out_width, width = len(ends_E), y.shape[1], x.shape[1]
     tile = tile or _outer_tile(y.shape[0] // num_experts)
     out = torch.empty((num_experts, out_width, width), dtype=dtype, device=y.device)

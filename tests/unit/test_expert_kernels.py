@@ -13,9 +13,12 @@ CODE = """
 import torch
 from sparkrl.models import expert_kernels as kernels
 
+kernels._ORDER_BLOCK = 16  # several blocks of few pairs
+
 torch.manual_seed(0)
 experts, tokens, top_k, width, out_width, rank = 6, 21, 2, 40, 72, 4
-ids = torch.rand(tokens, experts - 1).argsort(-1)[:, :top_k]  # the last expert has no row
+ids = torch.rand(tokens, experts - 1).argsort(-1)[:, :top_k]
+ids += (ids >= 2).long()  # an expert between others has no row
 expert_M, pair_M = torch.sort(ids.flatten(), stable=True)
 pair, row, ends = kernels.order(ids.flatten(), experts)
 assert torch.equal(pair.long(), pair_M)
@@ -50,6 +53,26 @@ for tile in (None, kernels.Tile(16, 32, 32, 4, 2), kernels.Tile(16, 64, 16, 4, 2
     near(found, torch.einsum("mo,moi->mi", wide_y, wide_weight), 5e-4)
     near(kernels.outer(low, x, ends, torch.float32, through, tile=tile), summed(wide_low, wide_x), 1e-6)
     near(kernels.outer(y, low, ends, torch.float32, tile=tile), summed(wide_y, wide_low), 1e-6)
+
+# as replay hands over the ids of one slot: a view of all layers' ids
+strided = torch.randint(0, experts, (40, 3, 1))[:, 1].reshape(-1)
+assert not strided.is_contiguous()
+pair, row, ends = kernels.order(strided, experts)
+assert torch.equal(pair.long(), torch.sort(strided, stable=True).indices)
+assert torch.equal(ends.long(), torch.bincount(strided, minlength=experts).cumsum(0))
+assert kernels.order(strided[:0], experts)[2].tolist() == [0] * experts
+
+# every expert's rows fill their blocks, so that the last one's slot is the last there is
+full = torch.arange(experts).repeat_interleave(16)
+left, right = torch.randn(width, len(full)).half().t(), torch.randn(len(full), 2 * out_width).half()[:, ::2]
+low, b = torch.randn(len(full), 5).half().t().contiguous().t(), torch.randn(experts, out_width, 5)
+assert not left.is_contiguous() and not right.is_contiguous() and not low.is_contiguous()
+expert_M, (_, _, ends) = full, kernels.order(full, experts)
+tile = kernels.Tile(16, 32, 32, 4, 2, group=1)
+found = kernels.multiply(left, weight.mT, ends, len(full), low_MR=low, b_ERO=b.mT, tile=tile)
+wanted = torch.einsum("mi,moi->mo", left.double(), weight.double()[full])
+near(found, wanted + torch.einsum("mr,mor->mo", low.double(), b.half().double()[full]), 5e-4)
+near(kernels.outer(right, left, ends, torch.float32), summed(right.double(), left.double()), 1e-6)
 print("near")
 """
 
