@@ -18,6 +18,7 @@ from sparkrl.errors import AdapterError, DataError, SparkrlError, WorkerError
 from sparkrl.lora.wire import gather_parts
 from sparkrl.models.registry import RoutingShape, load_config
 from sparkrl.models.routes import validate_routes
+from sparkrl.threads import openmp_environment
 from sparkrl.trainer.batch import Row, Totals, num_fed, plan
 from sparkrl.trainer.correction import correction_metrics
 from sparkrl.trainer.handover import NEXT
@@ -47,6 +48,8 @@ class TrainerGroup:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self.auto_transport = Transport.shared_memory if len(nodes) == 1 else Transport.object_store
         """What `rollout.adapter_transport=auto` means here."""
+        self._in_use: Transport | None = None
+        """Way of the version that servers have."""
         self._warnings: list[str] = []
         self._routing: RoutingShape
         self.info: dict[str, Any] = {}
@@ -65,16 +68,13 @@ class TrainerGroup:
         started = time.perf_counter()
         family, text_config = load_config(cfg.model.path)
         trainer = cfg.trainer
-        threads = str(trainer.num_threads)
         actor = ray.remote(TrainerWorker).options(
             num_cpus=1,
             num_gpus=_gpus_of_a_rank(cfg),
             max_restarts=0,
             runtime_env={
                 "env_vars": {
-                    "OMP_NUM_THREADS": threads,
-                    # threads that spin while they wait cost ten times and more as soon as cores are shared
-                    "OMP_WAIT_POLICY": "PASSIVE",
+                    **openmp_environment(trainer.num_threads),
                     "TOKENIZERS_PARALLELISM": "false",
                     "PYTHONWARNINGS": "ignore",
                     "VERL_LOGGING_LEVEL": "WARN",
@@ -204,6 +204,7 @@ class TrainerGroup:
             transport = self.auto_transport if asked is Transport.auto else asked
             parts, why = await self._publish(transport)
             if why is None:
+                self._in_use = transport
                 return gather_parts(parts, self.info["adapter_config"], version)
             if asked is not Transport.auto or transport not in NEXT:
                 raise why
@@ -215,7 +216,7 @@ class TrainerGroup:
 
     async def offer_on_device(self) -> list[AdapterPart] | AdapterError:
         """What each rank leaves on its GPU for servers to try, or why one cannot; valid until `publish`."""
-        parts, why = await self._publish(Transport.cuda_ipc, trial=True)
+        parts, why = await self._publish(Transport.cuda_ipc)
         return why or parts
 
     def take_warnings(self) -> list[str]:
@@ -223,10 +224,10 @@ class TrainerGroup:
         warnings, self._warnings = self._warnings, []
         return warnings
 
-    async def _publish(self, transport: Transport, **options: Any) -> tuple[list[AdapterPart], AdapterError | None]:
+    async def _publish(self, transport: Transport) -> tuple[list[AdapterPart], AdapterError | None]:
         """Each rank's part, and the error of the first one that has none."""
         limit = self._cfg.trainer.step_timeout_s
-        found = await self._call("publish", self._everywhere(transport), limit, **options)
+        found = await self._call("publish", self._everywhere(transport), limit, in_use=self._in_use)
         parts = [part for part in found if not isinstance(part, AdapterError)]
         return parts, next((part for part in found if isinstance(part, AdapterError)), None)
 

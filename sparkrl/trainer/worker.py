@@ -63,8 +63,6 @@ class TrainerWorker:
         self._writer: PartWriter | None = None
         self._outbox: Outbox
         self._device_outbox: DeviceOutbox
-        self._is_mapped = False
-        """Whether servers still have what lies in `_device_outbox` mapped."""
 
     def open_store(self) -> tuple[str, int]:
         """On rank 0: open the rendezvous on a port the system chooses.
@@ -148,24 +146,24 @@ class TrainerWorker:
         self.num_updates += int(np.isfinite(figures["grad_norm"]))
         return self._result(log_probs, entropy, figures)
 
-    def publish(self, transport: Transport, *, trial: bool = False) -> AdapterPart | AdapterError:
+    def publish(self, transport: Transport, *, in_use: Transport | None = None) -> AdapterPart | AdapterError:
         """This rank's part of the adapter, for servers on this machine, or through Ray's object store.
 
         The memory is used again by the next call: every reader must be done with it by then.
 
         Args:
-            trial: servers only try whether they can read it, and let go of it at once.
+            in_use: the way of the version that servers have, None without one. Memory of any other way is given back.
         Returns:
             The part, or why there is not enough memory for it, or it cannot be shared: the other ranks are fine then,
             and all may try another way.
         """
         try:
             with memory_errors(transport):
-                return self._publish(transport, trial=trial)
+                return self._publish(transport, in_use)
         except AdapterError as error:
             return error
 
-    def _publish(self, transport: Transport, *, trial: bool) -> AdapterPart:
+    def _publish(self, transport: Transport, in_use: Transport | None) -> AdapterPart:
         import torch
 
         from sparkrl.lora.device_memory import DeviceOutbox
@@ -179,14 +177,13 @@ class TrainerWorker:
             self._writer = PartWriter(tensors, self.adapter_config, self.cfg.rollout.adapter_dtype.value)
             self._outbox = Outbox(f"rank-{self.rank}", pinned=self.device != "cpu")
             self._device_outbox = DeviceOutbox(torch.device(self.device))
+        if Transport.cuda_ipc not in (transport, in_use):
+            self._device_outbox.close()  # not earlier: to free it while servers map it is undefined
+        if Transport.shared_memory not in (transport, in_use):
+            self._outbox.close()
         if transport is Transport.cuda_ipc:
             room = self._device_outbox.room(self._writer.num_bytes)
-            part = self._writer.write_on_device(room, memory=self._device_outbox.handle())
-            self._is_mapped = not trial
-            return part
-        if not self._is_mapped:
-            self._device_outbox.close()
-        self._is_mapped = False  # servers let go of it when they load what is written now
+            return self._writer.write_on_device(room, memory=self._device_outbox.handle())
         if transport is Transport.object_store:
             import ray
 

@@ -106,6 +106,13 @@ def files_of_at_most(num_bytes, pids):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
 
 
+def of(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:  # closed in between
+        return ""
+
+
 def test_shared_memory_that_one_rank_does_not_get_is_an_error_where_asked_for_and_passed_over_by_auto(run, parts):
     pool, group, cfg = parts
     wanted = Transport.shared_memory
@@ -120,6 +127,10 @@ def test_shared_memory_that_one_rank_does_not_get_is_an_error_where_asked_for_an
     assert len(shared.parts) == 2 and all(part.memory is None for part in shared.parts)
     run(pool.load_adapter(shared))
     assert run(group.publish(1)).parts[0].memory is None and not group.take_warnings()  # said once
+    kept = [
+        link for pid in group.info["pids"] for link in Path(f"/proc/{pid}/fd").iterdir() if "sparkrl-rank" in of(link)
+    ]
+    assert not kept  # what a rank had on the way that was left is given back
     group.auto_transport = wanted
     assert all(part.memory is not None for part in run(group.publish(2)).parts)
 
