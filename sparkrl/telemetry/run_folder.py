@@ -55,6 +55,7 @@ class RunFolder:
         Raises:
             ConfigError: `run_dir` already holds a run, or the folder cannot be made.
         """
+        made = None
         try:
             if cfg.run_dir is not None:
                 path = Path(cfg.run_dir)
@@ -65,13 +66,16 @@ class RunFolder:
                     )
                 path.mkdir(parents=True, exist_ok=True)
             else:
-                path = _make_unique(Path(cfg.output_dir) / (name or cfg.recipe_name), cfg.seed)
-                _point_latest_at(path)
+                path = made = _make_unique(Path(cfg.output_dir) / (name or cfg.recipe_name), cfg.seed)
             run = cls(path)
             if name is None:
                 run.checkpoints_path.mkdir(exist_ok=True)
             write_atomically(path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+            if made is not None:
+                _point_latest_at(path)  # last: until then it names the run before, which must stay in reach
         except OSError as error:
+            if made is not None:
+                shutil.rmtree(made, ignore_errors=True)
             raise ConfigError(
                 f"cannot create a run folder: {error}", hint="set `output_dir` to a folder that can be written to"
             ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import numpy as np
@@ -48,6 +49,17 @@ def test_create_in_an_exact_folder_refuses_one_that_holds_a_run(tmp_path):
     assert RunFolder.create(cfg).path == tmp_path / "exact"
     with pytest.raises(ConfigError, match="already holds a run"):
         RunFolder.create(cfg)
+
+
+def test_create_that_fails_leaves_no_folder_and_latest_where_it_was(cfg, run, monkeypatch):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sparkrl.telemetry.run_folder.write_atomically", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        RunFolder.create(cfg)
+    assert sorted(path.name for path in run.path.parent.iterdir()) == sorted([run.path.name, "latest"])
+    assert RunFolder.open(run.path.parent / "latest").path == run.path.resolve()
 
 
 def test_create_where_nothing_can_be_written_says_what_to_set(tmp_path):
