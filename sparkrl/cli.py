@@ -275,7 +275,7 @@ def _gib(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
+    if not 0 < value * 2**30 < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got: {text}")
     return value
 

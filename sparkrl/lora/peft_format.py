@@ -9,6 +9,7 @@ Legend: E expert, R rank.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -218,8 +219,11 @@ def load_adapter(folder: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dic
         config = json.loads((target / CONFIG).read_text())
         tensors = load_file(target / WEIGHTS)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename or target / WEIGHTS} is missing from the adapter {target}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError, OSError) as error:
+        path = Path(error.filename or target / WEIGHTS)
+        raise CheckpointError(f"{why_not_open(path)}, which is part of the adapter {target}") from None
+    except OSError as error:
+        raise CheckpointError(f"the adapter {target} cannot be read: {error.strerror or error}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
         raise CheckpointError(f"the adapter {target} is damaged: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{target / CONFIG} must hold a JSON object, got: {type(config).__name__}")
@@ -265,6 +269,11 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
             raise CheckpointError(f"`{expression}` in {path} is no regular expression: {error}") from None
 
 
+def why_not_open(path: Path) -> str:
+    """What is wrong with a file that safetensors calls missing, which may be one that this user may not read."""
+    return f"{path} cannot be opened: {os.strerror(errno.EACCES)}" if path.exists() else f"{path} is missing"
+
+
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write one safetensors file that appears complete or not at all.
 
@@ -279,10 +288,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
         os.chmod(scratch, 0o644)
         os.replace(scratch, path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error}",
-            hint="free disk space and run it again; training goes on from its last checkpoint with `loop.resume`",
-        ) from None
+        raise CheckpointError(f"cannot write {path}: {error}", hint="free disk space and run it again") from None
     finally:
         if scratch is not None:
             Path(scratch).unlink(missing_ok=True)

@@ -180,7 +180,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from None
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}", hint="download this file again") from None
     if not isinstance(content, dict):
         raise CheckpointError(

@@ -27,6 +27,7 @@ from sparkrl.lora.peft_format import (
     rank_and_scale,
     save_adapter,
     to_peft,
+    why_not_open,
     write_safetensors,
 )
 from sparkrl.trainer.engine import AdapterEngine
@@ -149,6 +150,8 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing, so this checkpoint cannot be resumed") from None
-    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{why_not_open(path)}, so this checkpoint cannot be resumed") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror or error}") from None
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None

@@ -26,14 +26,15 @@ def compile_backend(cfg: Config, num_frozen: int) -> str | None:
     if asked is Compile.never or (asked is Compile.auto and (on_cpu or num_frozen < AUTO_PARAMETERS)):
         return None
     # what inductor runs for a CPU, and what Triton runs for a GPU's launchers: the first of these that is set or found
-    given = os.environ.get("CXX" if on_cpu else "CC")
-    names = [given] if given else ["g++"] if on_cpu else ["gcc", "clang"]
+    variable = "CXX" if on_cpu else "CC"
+    given = os.environ.get(variable)  # set to nothing, it is a program without a name
+    names = [given] if given is not None else ["g++"] if on_cpu else ["gcc", "clang"]
     if any(shutil.which(name) for name in names):
         return "inductor"
     if asked is Compile.auto:
         return None
     raise ConfigError(
-        f"`trainer.compile=always` needs a {'C++' if on_cpu else 'C'} compiler on the trainer's machine, and there is "
-        f"no {' or '.join(names)}",
-        hint=f"install one, name it in {'CXX' if on_cpu else 'CC'}, or set `trainer.compile=never`",
+        f"`trainer.compile=always` needs a {'C++' if on_cpu else 'C'} compiler on the trainer's machine, and "
+        + (f"{variable} is set but empty" if given == "" else f"there is no {' or '.join(names)}"),
+        hint=f"install one, name it in {variable}, or set `trainer.compile=never`",
     )

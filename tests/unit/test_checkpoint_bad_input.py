@@ -142,7 +142,7 @@ def test_verify_file_that_cannot_be_read_is_the_only_finding(tmp_path):
     assert "is damaged or truncated" in found.problem
 
 
-@pytest.mark.parametrize("size", ["nan", "inf", "0", "-1", "many"])
+@pytest.mark.parametrize("size", ["nan", "inf", "1e300", "0", "-1", "many"])
 def test_shard_size_that_is_none_is_wrong_usage(tmp_path, capsys, size):
     with pytest.raises(SystemExit) as stopped:
         main(["dequantize", str(QUICKSTART), "--out", str(tmp_path / "out"), "--shard-gib", size])

@@ -221,19 +221,22 @@ def test_packed_base_on_a_newer_torch_is_let_through(found):
     ("device", "there", "variable", "value", "lacks"),
     [
         # inductor runs $CXX, or g++ and no other; Triton runs $CC, or gcc, or clang
-        (Device.cpu, "g++", "CXX", "", None),
-        (Device.cpu, "clang++", "CXX", "", "a C++ compiler on the trainer's machine, and there is no g++"),
+        (Device.cpu, "g++", "CXX", None, None),
+        (Device.cpu, "g++", "CXX", "", "a C++ compiler on the trainer's machine, and CXX is set but empty"),
+        (Device.cpu, "clang++", "CXX", None, "a C++ compiler on the trainer's machine, and there is no g++"),
         (Device.cpu, "clang++", "CXX", "clang++", None),
         (Device.cpu, "g++", "CXX", "icpx", "a C++ compiler on the trainer's machine, and there is no icpx"),
-        (Device.cuda, "clang", "CC", "", None),
-        (Device.cuda, "g++", "CC", "", "a C compiler on the trainer's machine, and there is no gcc or clang"),
+        (Device.cuda, "clang", "CC", None, None),
+        (Device.cuda, "g++", "CC", None, "a C compiler on the trainer's machine, and there is no gcc or clang"),
         (Device.cuda, "gcc", "CC", "icx", "a C compiler on the trainer's machine, and there is no icx"),
     ],
 )
 def test_compile_looks_for_the_compiler_that_will_be_run(monkeypatch, tmp_path, device, there, variable, value, lacks):
     (tmp_path / there).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv(variable, value)
+    monkeypatch.delenv(variable, raising=False)
+    if value is not None:
+        monkeypatch.setenv(variable, value)
     cfg = Config()
     cfg.cluster.device, cfg.trainer.compile = device, Compile.always
     if lacks is None:
